@@ -69,14 +69,6 @@ class SavedTensors:
         return saved
 
     def _holds_parameter(self, start: int, end: int) -> bool:
-        """Return True if a model parameter starts in the storage of a tensor that autograd saved, given as a range of
-        addresses.
-
-        If so, the saved tensor counts as a parameter and not as an activation.
-
-        Only the parameters' own addresses are compared, not the addresses of their storages. Looking up the storages'
-        addresses for every saved tensor took a third of a small model's forward time.
-        """
         return any(start <= p.data_ptr() < end for p in self._parameters)
 
 
@@ -132,10 +124,7 @@ def gathered_bytes(model: torch.nn.Module) -> int:
 
 
 def activations_of(model: torch.nn.Module) -> Activations:
-    """Return a counter of a model's activation memory, the bytes that forward keeps for backward.
-
-    On CUDA the counter reads the GPU allocator. Without CUDA it adds up the tensors that autograd saves.
-    """
+    """Return a counter of a model's activation memory, the bytes that forward keeps for backward."""
     if torch.cuda.is_available():
         return AllocatorDeltas(torch.cuda.memory_allocated, lambda: gathered_bytes(model))
     return SavedTensors(model)

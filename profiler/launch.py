@@ -23,11 +23,7 @@ END_S = 10.0  # time in which an interrupted launcher must end its ranks
 
 
 class LaunchError(RuntimeError):
-    """An error: a training script could not be profiled, so that there is no measured workload.
-
-    Attributes:
-        output: Last output of the launcher and the script.
-    """
+    """An error: a training script could not be profiled, so that there is no measured workload."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
@@ -38,11 +34,9 @@ class LaunchError(RuntimeError):
 class ScriptRun:
     """A training script to profile, and the way to run it.
 
+
     Attributes:
-        script: Path of the script.
-        arguments: Arguments of the script.
         launcher: Program that starts the ranks. ``none`` runs ``python script``.
-        ranks: Number of processes on this node.
         iterations: Number of optimizer steps to measure.
         go_on: True if the script runs to its end after the profile is complete. Otherwise it is stopped.
         shown: True if the script's output is shown. Otherwise it is shown only after a failure.

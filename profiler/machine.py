@@ -60,10 +60,10 @@ def measure_machine(
 
     Without CUDA, a GPU is emulated on the CPU. The emulated speeds are marked as emulated, and describe no real GPU.
 
+
     Args:
         storage_dir: Folder for checkpoints. The disk that holds this folder is measured.
         seconds: Total time to spend. Each speed is measured at least 5 times. The first run also compiles kernels.
-        elements: Number of elements in the subgroup of optimizer state that is measured.
         progress: Called with the number of finished stages, the number of stages, and the next stage's name.
         fresh: If True, measure even if the cache has results for this machine. Cached results that were disturbed by
             other programs are measured again, up to `MOST_TIMES` times in all. Results with ``storage_dir`` or
@@ -168,7 +168,6 @@ def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) ->
 
 
 def _disturbed(machine: Machine) -> list[str]:
-    """Return the warnings of a measured machine that say that something else used the machine meanwhile."""
     return [warning for warning in machine.warnings if any(sign in warning for sign in DISTURBED)]
 
 

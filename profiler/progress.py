@@ -52,9 +52,6 @@ def read_progress(folder: Path) -> list[RankProgress]:
 
 
 def first_error(ranks: list[RankProgress]) -> str:
-    """Return the earliest error of the ranks of a training script that is profiled, or an empty string.
-
-    Later errors are mostly consequences of the first one.
-    """
+    """Return the earliest error of the ranks of a training script that is profiled, or an empty string."""
     failed = [rank for rank in ranks if rank.error]
     return min(failed, key=lambda rank: rank.at_s).error if failed else ""

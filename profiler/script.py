@@ -137,10 +137,7 @@ class ProfiledScript:
         self._judge(failure)
 
     def tell(self, error: str = "") -> None:
-        """Write this rank's number of optimizer steps so far, and an error if any, to the rank's progress file.
-
-        The process that started the profiled script's ranks reads these files.
-        """
+        """Write this rank's number of optimizer steps so far, and an error if any, to the rank's progress file."""
         steps = max((profile.steps for profile in self._profiles), default=0)
         self._progress.tell(steps, steps_needed(self._iterations), error)
 

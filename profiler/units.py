@@ -23,9 +23,5 @@ def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def unit_of(parameter: str, unit_names: Sequence[str]) -> str:
-    """Return the name of the submodule that contains a parameter, or "model" if none of the given ones does.
-
-    Args:
-        unit_names: Names of the submodules that are timed one by one, from `units`.
-    """
+    """Return the name of the submodule that contains a parameter, or "model" if none of the given ones does."""
     return next((unit for unit in unit_names if parameter.startswith(unit + ".")), "model")

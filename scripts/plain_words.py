@@ -3,6 +3,7 @@
     python scripts/plain_words.py            # part of make lint; exit code 1 with what to change
     python scripts/plain_words.py --list     # every docstring that counts against the limits
 
+A docstring says what name, types and body do not, so each package has few lines of docstrings for its lines of code.
 A docstring of a function should begin with an imperative verb, and one of a class or module with a noun.
 The limits on the number of exceptions may only become stricter.
 """
@@ -20,6 +21,8 @@ FOLDERS = ("ebbtide", "simulator", "tuner", "profiler", "runtime", "studies", "s
 # Largest allowed percentages of all docstrings. Lower them when the measured percentages are lower.
 MOST_ODD_PCT, MOST_KNOTTED_PCT = 0.5, 1.0
 MOST_SUBJECT_CHARACTERS = 72
+# Largest allowed lines of docstrings divided by lines of code. The aim is 0.22 for each package.
+MOST_LINES = {"simulator": 0.28, "tuner": 0.24, "profiler": 0.2, "runtime": 0.255, "studies": 0.21, "tests": 0.065}
 ODD = re.compile(
     r"(what|whether|how|where|when|which|who|whom|whose|why|of|in|on|at|by|behind|before|after|besides?|between|from|to|for"
     r"|with|without|until|till|as|than|through|throughout|under|over|above|below|into|onto|since|while|if|though|although"
@@ -42,6 +45,23 @@ def docstrings() -> Iterator[tuple[str, str]]:
                     text = ast.get_docstring(node)
                     if text:
                         yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text
+
+
+def lines_over_code(package: Path) -> float:
+    """Return the lines of a package's docstrings divided by its lines of code. Comments count nowhere."""
+    documented = code = 0
+    for path in package.rglob("*.py"):
+        lines, own = path.read_text().splitlines(), set[int]()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+                ast.get_docstring(node, clean=False) is not None
+            ):
+                own.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                documented += number in own
+                code += number not in own and not line.strip().startswith("#")
+    return documented / max(1, code)
 
 
 def begins_oddly(text: str) -> bool:
@@ -67,9 +87,6 @@ def newest_subject() -> str:
 def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
     """Return a list with a sentence for each limit of this check that is exceeded.
 
-    There is a limit on the percentage of docstrings with an odd first word, on the percentage of docstrings that are
-    hard to read, and on the number of characters of the newest commit's subject.
-
     Args:
         found: Place and text of every docstring.
         subject: Subject of the newest commit.
@@ -79,6 +96,13 @@ def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
         "have a knot in their first paragraph": (is_knotted, MOST_KNOTTED_PCT),
     }
     result = []
+    for package, most in MOST_LINES.items():
+        lines = lines_over_code(ROOT / package)
+        if lines > most:
+            result.append(
+                f"{package} has {lines:.3f} lines of docstrings for a line of code. The limit is {most}. Leave out "
+                "what name, types and body say, and write a reason as a comment at its line."
+            )
     for what, (counts, most_pct) in shares.items():
         pct = 100 * sum(counts(text) for _, text in found) / max(1, len(found))
         if pct > most_pct:

@@ -90,10 +90,10 @@ class Limits:
         The limit of GPU or host memory is the given size minus the margin. If no size is given, it is the size of the
         machine's memory minus the margin.
 
+
         Args:
             margin: Fraction of each memory that stays free. None: derived from how much the memory peaks of the
                 profiled steps vary (`Workload.memory_peaks`).
-            host_memory_bytes: Host memory of a node, which its ranks share.
             storage_bytes: Limit for optimizer state on storage, for all ranks of a node together.
 
         Raises:
@@ -133,10 +133,8 @@ class Limits:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes that a rank may use in GPU memory, host memory and storage together.
-
-        If GPU memory is host memory, that memory counts once.
-        """
+        """Return the bytes that a rank may use in GPU memory, host memory and storage together."""
+        # If GPU memory is host memory, that memory counts once.
         memory = self.host_bytes + (0 if self.unified else self.device_bytes)
         return memory + (self.storage_bytes or 0)
 
@@ -187,27 +185,12 @@ class Limits:
 
 
 def lacks(missing_bytes: Mapping[str, int]) -> str:
-    """Return a text on missing memory, such as "needs 2.0 GiB more host memory". Empty if no memory is missing.
-
-    Args:
-        missing_bytes: Missing bytes by memory.
-    """
+    """Return a text on missing memory, such as "needs 2.0 GiB more host memory". Empty if no memory is missing."""
     needs = " and ".join(f"{size(n)} more {name}" for name, n in missing_bytes.items())
     return f"needs {needs}" if needs else ""
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None], ranks: int) -> dict[Memory, int | None]:
-    """Check the user's limits for GPU memory and host memory, and return one rank's part of them as a dict by memory.
-
-    A limit is None if all memory that the rank has may be used: if the user gave no limit, or one that exceeds the
-    machine's memory by at most the fraction `SOLD_AS`.
-
-    Args:
-        ranks: Number of ranks per node, which share host memory.
-
-    Raises:
-        ValueError: A limit is not positive, or exceeds the machine's memory by more than that.
-    """
     asked = dict(values)
     for memory, name in _NAMES.items():
         value, there = asked[memory], TIERS[memory].capacity_bytes(machine) or 0

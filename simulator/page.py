@@ -104,7 +104,6 @@ def kind_of(document: Mapping[str, Any]) -> str:
 
 
 def _kind(text: str) -> str:
-    """Return the kind of file that a JSON text comes from. Empty if it is none of ebbtide's inputs."""
     try:
         document = json.loads(text)
     except ValueError:

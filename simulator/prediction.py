@@ -74,18 +74,12 @@ class Prediction(Page):
 
     @property
     def missing(self) -> dict[str, int]:
-        """Return the bytes of each memory that a predicted plan needs beyond the memory's limit.
-
-        The result is empty if the plan fits, or if its prediction has no limits.
-        """
+        """Return the bytes of each memory that a predicted plan needs beyond the memory's limit."""
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Return the predicted iteration times of a plan with early updates, in steps that clip and other steps.
-
-        An early update starts before the gradient norm is known. The result is None if the plan has none.
-        """
+        """Return the predicted iteration times of a plan with early updates, in steps that clip and other steps."""
         if self.clip_rate is None or not self.waiting_s:
             return None
         return StepTimes(self.unclipped_s, self.waiting_s, self.clipped_s)

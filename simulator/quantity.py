@@ -92,10 +92,7 @@ class Quantity(BaseModel):
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of the logarithm of a measured quantity.
-
-        It is computed from the quantity's quartiles, assuming a log-normal distribution.
-        """
+        """Return the standard deviation of the logarithm of a measured quantity."""
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property

@@ -236,10 +236,7 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "", also: Ma
 
 
 def _plain(name: str) -> str:
-    """Return the name of a machine or model in a form for comparisons: lower case letters and digits only.
-
-    An organization before a slash, and "nvidia", "geforce", "tesla" and "rtx", are left out.
-    """
+    # An organization before a slash, and "nvidia", "geforce", "tesla" and "rtx", are left out.
     last = name.rsplit("/", 1)[-1]
     return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", last.lower())
 
@@ -276,7 +273,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _adapter(hint: Any) -> "TypeAdapter[Any]":
-    """Return a check of a type. An instance of a class of ebbtide must be one, so that no dict is taken for it."""
+    # An instance of a class of ebbtide must be one, so that no dict is taken for it.
     from pydantic import ConfigDict, InstanceOf, TypeAdapter
 
     if isinstance(hint, type) and hint not in _ANY:
@@ -285,7 +282,6 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
 
 
 def _told(hint: Any) -> str:
-    """Return the name of a type without the modules that its parts come from."""
     if isinstance(hint, type):
         return hint.__name__
     return re.sub(r"^Optional\[(.*)\]$", r"\1 | None", re.sub(r"\b\w+\.", "", str(hint)))

@@ -104,10 +104,7 @@ def freed_of(kind: OpKind) -> Kind:
 
 
 def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
-    """Return the label of an op in drawings and tables of a timeline, such as ``update host s3`` for subgroup 3.
-
-    A subgroup or layer of -1 means that the op belongs to none.
-    """
+    """Return the label of an op in drawings and tables of a timeline, such as ``update host s3`` for subgroup 3."""
     part = f" s{subgroup}" if subgroup >= 0 else ""
     part += f" l{layer}" if layer >= 0 else ""
     return f"{kind.value}{part}"
@@ -131,9 +128,7 @@ class Span:
 
 
 def makespan_s(spans: Sequence[Span]) -> float:
-    """Return the seconds from the first start to the last end of the given spans (ops of a timeline), or 0 if
-    there are none.
-    """
+    """Return the seconds from the first start to the last end of the given spans, or 0 if there are none."""
     if not spans:
         return 0.0
     return max(s.end_s for s in spans) - min(s.start_s for s in spans)
@@ -218,9 +213,7 @@ class Schedule:
         return sum(self.held.get("storage", {}).values())
 
     def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
-        """Return the ops of a schedule that have a given kind, in order. If an iteration is given, only ops of this
-        iteration.
-        """
+        """Return the ops of a schedule that have a given kind, in order."""
         return [op for op in self.ops if op.kind == kind and (iteration is None or op.iteration == iteration)]
 
 

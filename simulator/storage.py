@@ -26,10 +26,8 @@ class StorageRates(Page):
 
     @property
     def busy_s_per_byte(self) -> float:
-        """Return the seconds per byte of a drive that reads and writes the same number of bytes at the same time.
-
-        A byte that is both read and written counts once.
-        """
+        """Return the seconds per byte of a drive that reads and writes the same number of bytes at the same time."""
+        # A byte that is both read and written counts once.
         alone = (1 / self.read_bytes_per_s.median, 1 / self.write_bytes_per_s.median)
         return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
 

@@ -154,11 +154,7 @@ class Timeline(Shown):
         return max(previous) if previous else min(starts, default=0.0)
 
     def _loop_spans(self, iteration: int) -> list[Span]:
-        """Return the spans of one iteration that run one after the other in the training loop, such as forward and
-        backward.
-
-        Spans of copies and updates, which can overlap them, are left out.
-        """
+        # Spans of copies and updates, which can overlap them, are left out.
         return [
             s
             for s in self.spans

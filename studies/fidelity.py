@@ -114,8 +114,8 @@ def measure_many_layers(plans: int, steps: int, seed: int, model: Setting, scale
     rounds. The predictions use the given rates of the emulated device. They also use the times of forward and backward
     that each round measures without updates.
 
+
     Args:
-        model: Settings with the number and the size of the model's layers.
         scale: Factor by which all durations of the emulated training are multiplied. A small factor shortens the study.
     """
     rng = random.Random(seed)
@@ -140,11 +140,7 @@ def measure_many_layers(plans: int, steps: int, seed: int, model: Setting, scale
 
 
 def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Train under several plans one after the other, in several rounds. Return a list with a row of times per plan.
-
-    A row has the predicted and the measured iteration time. The first plan keeps all optimizer state in host memory.
-    The other plans are random.
-    """
+    # Return a list with a row of times per plan. A row has the predicted and the measured iteration time.
     works: list[Workload] = []
     drawn: list[Plan] = []
     seconds: list[list[float]] = []
@@ -161,14 +157,6 @@ def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[di
 
 
 def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[float]) -> dict[str, Any]:
-    """Return a row of the study's results: the predicted and executed iteration times of one plan.
-
-    All plans are executed in turn, in several rounds. The row has the medians over the rounds.
-
-    Args:
-        works: Workloads with the forward and backward times that were measured in each round.
-        seconds: Iteration times of the plan, one per round.
-    """
     predicted, whole = (
         [simulate(build_schedule(work, plan), machine).iteration_s for work in some]
         for some in (works, [_joined(work) for work in works])
@@ -195,11 +183,6 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def _joined(work: Workload) -> Workload:
-    """Return the workload with the layers of each subgroup joined into one layer.
-
-    In the joined workload, a subgroup's gradient is copied to the host in one piece. The study also predicts iteration
-    times for this workload, to compare them with the predictions for separate layers.
-    """
     of = len(work.layers) // len(work.subgroups)
     layer = work.layers[0]
     joined = Layer(params=of * layer.params, forward_s=of * layer.forward_s, backward_s=of * layer.backward_s)
@@ -207,11 +190,7 @@ def _joined(work: Workload) -> Workload:
 
 
 def random_setting(base: Setting, rng: random.Random) -> Setting:
-    """Return settings of an emulated device with random rates, for one random machine of the study.
-
-    Each rate is between a quarter of the rate in ``base`` and 1.4 times this rate. The share of the link's
-    throughput that is left when copies run in both directions is random too.
-    """
+    """Return settings of an emulated device with random rates, for one random machine of the study."""
     rates = {name: getattr(base, name) * 2 ** rng.uniform(-2, 0.5) for name in RATES}
     return replace(base, duplex_factor=rng.uniform(0.6, 1.0), **rates)
 
@@ -269,11 +248,8 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
 
 
 def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
-    """Return a plan with one placement for all subgroups of optimizer state, without overlap with the next forward.
-
-    A placement tells where a subgroup's state is kept and updated. A step under this plan does not return
-    before its updates end.
-    """
+    # A placement tells where a subgroup's state is kept and updated. A step under this plan does not return before its
+    # updates end.
     return Plan(
         subgroup_size=work.subgroup_size,
         ways=Way.each([placement] * len(work.subgroups)),
@@ -283,12 +259,6 @@ def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
 
 
 def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Machine], steps: int) -> dict[str, Any]:
-    """Execute one plan on the emulated device, and return a row with its predicted and executed iteration times.
-
-    Args:
-        machines: Two machines to predict with: one with rates measured under other plans, and one
-            with the given rates of the emulated device.
-    """
     predicted, from_given = (simulate(build_schedule(work, plan), m) for m in machines)
     result = bench.measure(plan, steps)
     error = result.iteration_s / predicted.iteration_s - 1

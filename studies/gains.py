@@ -84,9 +84,6 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
 
 
 def _same_samples(job: Job, have: Machine, plan_s: float | None) -> dict[str, Any]:
-    """Return the last change that `tune plan` offers for the same samples, with the time of its full plan, and the time
-    of DeepSpeed alone at its best with the same change.
-    """
     lines = faster(job, have, plan_s) if plan_s else []
     if not lines:
         return {"same_samples": "", "same_samples_s": plan_s, "same_samples_stock_s": None}

@@ -62,18 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def failures_of(gpus: int) -> Failures:
-    """Return the failure rate and the restart time of a job on ``gpus`` GPUs. Any failing node stops the job.
-
-    Nodes fail at the rate that was published for Llama 3.
-    """
+    """Return the failure rate and the restart time of a job on ``gpus`` GPUs. Any failing node stops the job."""
+    # Nodes fail at the rate that was published for Llama 3.
     return Failures(NODE_MTBF_S / math.ceil(gpus / GPUS_PER_NODE), ASSUMED["restart_s"])
 
 
 def cost(gpus: int) -> CheckpointCost:
-    """Return the cost of a checkpoint of a job on ``gpus`` GPUs. The job's model grows in proportion to the GPUs.
-
-    All nodes write together, as fast as the nodes can write and the storage that was published for Llama 3 can take.
-    """
+    """Return the cost of a checkpoint of a job on ``gpus`` GPUs. The job's model grows in proportion to the GPUs."""
+    # All nodes write together, as fast as the nodes can write and the storage that was published for Llama 3 can take.
     nodes_bytes_per_s = math.ceil(gpus / GPUS_PER_NODE) * ASSUMED["node_write_bytes_per_s"]
     persist_s = ASSUMED["checkpoint_bytes"] * gpus / GPUS / min(nodes_bytes_per_s, STORAGE_BYTES_PER_S)
     return CheckpointCost(ASSUMED["stall_s"], ASSUMED["interference_s"], persist_s)
@@ -148,11 +144,7 @@ def intervals() -> dict[str, Any]:
 
 
 def availability_interval(cost_s: float, failures: Failures) -> float:
-    """Return the checkpoint interval in seconds with the best availability: ``d + sqrt(2 (M + R) d + d^2)``.
-
-    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures and ``R`` the restart time. The
-    interval includes the checkpoint itself.
-    """
+    """Return the checkpoint interval in seconds with the best availability: ``d + sqrt(2 (M + R) d + d^2)``."""
     return cost_s + math.sqrt(2 * (failures.mtbf_s + failures.restart_s) * cost_s + cost_s**2)
 
 

@@ -116,16 +116,6 @@ def measure(models: list[int]) -> dict[str, Any]:
 
 
 def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = None) -> float:
-    """Return the speed-up of one way to run the optimizer step over another on a testbed: the median over all models.
-
-    Args:
-        bed: Simulated seconds of an iteration on the testbed, by model and way.
-        slower, faster: Names of the two ways.
-        binding: How ranks are bound to CPU cores in the simulation. The binding decides each rank's share of DRAM
-            bandwidth. 0: the smallest share that was published for the testbed. 1: the largest. None: the share in the
-            testbed's preset, which lies between these two.
-    """
-
     def seconds(row: dict[str, Any], name: str) -> float:
         return float(row[name] if binding is None else row[f"{name}, as bound"][binding])
 
@@ -145,10 +135,6 @@ def as_bound(machine: Machine, end: int) -> Machine:
 
 
 def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
-    """Return a dict of the simulated seconds of an iteration on one testbed, with one setting varied at a time.
-
-    The starting point is stride 2 (every second subgroup is updated on the GPU) with the 13 B model.
-    """
     base = _base(name, 13)
     ways = (STOCK, ASYNC, INTERLEAVED)
     own = [run for run in runs if run.testbed == name]

@@ -268,10 +268,6 @@ def gains(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _plan_times(case: dict[str, Any]) -> str:
-    """Return a plan's predicted iteration time as text, at the assumed fraction of steps that clip.
-
-    If an iteration takes longer when every step clips, the text also gives that time.
-    """
     mean_s, clipped_s = case["plan_s"], case.get("every_step_clips_s")
     told = f"{mean_s:.2f} s"
     return told if clipped_s is None or clipped_s <= 1.005 * mean_s else f"{told} (clipping {clipped_s:.2f})"
@@ -280,10 +276,6 @@ def _plan_times(case: dict[str, Any]) -> str:
 def replaced(page: str, rows: str, name: str = "results") -> str:
     """Return a documentation page with the text between two markers replaced by a table.
 
-    Args:
-        page: Text of the page.
-        rows: Rows of the table.
-        name: Name of the table in the markers.
 
     Raises:
         ValueError: If a marker is missing from the page.

@@ -107,10 +107,8 @@ class Server:
         self.process.wait(30)
 
     def call(self, path: str, body: Any = None) -> Any:
-        """Send a request to ebbtide's HTTP service and return the service's answer.
-
-        The method is POST if the request has a body, otherwise GET.
-        """
+        """Send a request to ebbtide's HTTP service and return the service's answer."""
+        # The method is POST if the request has a body, otherwise GET.
         return call(f"http://{self.address}", path, body, timeout_s=600)
 
 
@@ -232,7 +230,6 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
 
 
 def _kill_while_running(server: Server) -> None:
-    """Kill the server of ebbtide's HTTP service while a job runs, and start it again."""
     deadline_s = time.perf_counter() + JOBS_LIMIT_S
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:
@@ -245,10 +242,6 @@ def _kill_while_running(server: Server) -> None:
 
 
 def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
-    """Wait until the given jobs of ebbtide's HTTP service have ended. Return a dict from each job to its state.
-
-    If no job ends for `JOBS_LIMIT_S` seconds, the states at that moment are returned.
-    """
     before, deadline_s = len(jobs) + 1, 0.0
     while True:
         states = {job: server.call(f"/jobs/{job}") for job in jobs}

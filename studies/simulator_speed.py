@@ -132,7 +132,6 @@ def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]
 
 
 def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
-    """Return a function without arguments that simulates a plan as the tuner's search does, to be timed."""
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
     issue = np.array(plan.issue_order, dtype=np.int64)
     return lambda: sweep.evaluate(codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue)

@@ -112,10 +112,6 @@ def _attach(engine: Any, subgroup: int) -> None:
 
 
 def _stock_host_bytes(engine: Any) -> int:
-    """Return the bytes of host memory that stock DeepSpeed's optimizer allocates.
-
-    They are the optimizer state, the fp32 gradients and the flat gradient buffer.
-    """
     optimizer = engine.optimizer
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + m.grad.nbytes for m in masters)

@@ -189,11 +189,8 @@ def pytest_collection_finish():
 
 
 def one_thread():
-    """Limit torch to one thread for operations that the calling thread starts.
-
-    With a second thread, the small matrix products of the tests take a twelfth more CPU time. Threads that ebbtide's
-    runtime starts are not affected: there, the environment variable OMP_NUM_THREADS sets the number of torch's threads.
-    """
+    """Limit torch to one thread for operations that the calling thread starts."""
+    # With a second thread, the small matrix products of the tests take a twelfth more CPU time.
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)

@@ -8,14 +8,6 @@ GIB = 2**30
 
 
 def _made(rates, facts, changes):
-    """Return a simulated machine.
-
-    Args:
-        rates: Default values of the machine's speeds, such as bytes per second of a copy, by field name of
-            `Machine`. Plain numbers become quantities without uncertainty.
-        facts: Default values of other fields of `Machine`, such as memory sizes, by field name.
-        changes: Values that replace the defaults, by field name.
-    """
     values = {k: changes.pop(k, v) for k, v in rates.items()}
     exact = {k: v if isinstance(v, Quantity) else Quantity.exact(v) for k, v in values.items()}
     return Machine(**{**facts, **exact, **changes})

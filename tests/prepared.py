@@ -94,19 +94,13 @@ class Started:
 
 
 def run(words, *, env=None, cwd=None, finalize=False, timeout=None):
-    """Run a Python program in a process forked from the prepared one, and return its `subprocess.CompletedProcess`.
-    The arguments are those of `Started`.
-    """
+    """Run a Python program in a process forked from the prepared one, and return its `subprocess.CompletedProcess`."""
     return Started(words, env=env, cwd=cwd, finalize=finalize).wait(timeout)
 
 
 def fork_program(*words, address=None):
     """Return a shell's command line that runs a Python program in a fork of a prepared process, with the shell's
     folder, environment, input and output.
-
-    Args:
-        words: Arguments of Python, as for `Started`. The shell may append arguments of the program.
-        address: Path of the prepared process's socket. None means that of the process in which tests run programs.
     """
     client = Path(__file__).with_name("forked_client.py")
     return shlex.join([sys.executable, "-IS", str(client), address or os.environ[ADDRESS], *words])

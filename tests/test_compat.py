@@ -8,7 +8,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_ops_are_compiled_before_the_tests(tmp_path):
-    """Check that scripts/compat.sh compiles DeepSpeed's ops before pytest, whose time limits they may exceed."""
     venv = tmp_path / "1.2.3"
     (venv / "bin").mkdir(parents=True)
     (venv / "ready").touch()

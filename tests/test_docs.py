@@ -13,7 +13,6 @@ def test_schema_in_the_docs_is_that_of_the_code():
 
 
 def test_no_registry_host_is_written_down():
-    """Check that no file names a host of a package registry: pip's own settings say where packages come from."""
     hosts = ("pypi" + ".org", "download.pytorch" + ".org", "pythonhosted" + ".org")
     patterns = ("*.toml", "*.txt", "*.md", "*.sh", "Makefile", ".ci/*")
     files = [f for p in patterns for f in ROOT.rglob(p) if ".venv" not in f.parts]

@@ -14,9 +14,7 @@ SUBGROUPS = {"plain_loop.py": 1, "hf_trainer.py": 2, "accelerate_loop.py": 1, "t
 
 
 def config_of(script):
-    """Return the DeepSpeed config in the `tune run` command that an example script's docstring shows. Check that
-    examples/README.md has the same command.
-    """
+    """Return the DeepSpeed config in the `tune run` command that an example script's docstring shows."""
     command = next(line for line in (EXAMPLES / script).read_text().splitlines() if line.strip().startswith("tune run"))
     assert command.strip() in (EXAMPLES / "README.md").read_text()
     return EXAMPLES.parent / command.split()[-1]

@@ -45,10 +45,7 @@ def in_blocks(name=""):
 
 
 def in_prose():
-    """Return the `tune` commands that documentation pages name between backquotes.
-
-    Such a command may be incomplete. For example, an option may be named without its value.
-    """
+    """Return the `tune` commands that documentation pages name between backquotes."""
     texts = [page.read_text() for page in PAGES]
     return sorted({c.strip() for t in texts for c in re.findall(r"`(tune [^`\n]+)`", t)})
 

@@ -86,9 +86,6 @@ def test_tune_run(launcher, key, started, tmp_path):
 
 
 def test_accelerate_without_deepspeed_is_told_at_the_end(started, tmp_path):
-    """Check that `tune run` says that no DeepSpeed engine was started: `accelerate launch --cpu` makes the Trainer
-    train without DeepSpeed, whatever its argument `deepspeed` is.
-    """
     code, said = started(["tune", "run", "--", "accelerate", "launch", "--cpu", *ACCELERATE, "train.py", "2"])
     assert code == 0, said
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
@@ -97,7 +94,7 @@ def test_accelerate_without_deepspeed_is_told_at_the_end(started, tmp_path):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_without_tune_run(launcher, started, tmp_path):
-    """Check that the config of the page leaves a launcher as it is. DeepSpeed refuses a bare python by itself."""
+    # DeepSpeed refuses a bare python by itself.
     code, said = started([*LAUNCHERS[launcher], "train.py", "2"])
     assert (code == 0) == (launcher != "python"), said
     assert (tmp_path / "out" / "model" / "model.safetensors").exists() == (code == 0)

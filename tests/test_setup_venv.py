@@ -73,7 +73,6 @@ def test_newer_python_beside_an_old_one_is_found(machine):
 
 
 def test_python_that_pip_would_refuse_is_passed_over(machine):
-    """Check that `make setup` does not choose a Python that is newer than `requires-python` in pyproject.toml."""
     programs, run = machine
     newer = f'if [ "$1" = -c ]; then exec "{sys.executable}" -c "import sys; sys.version_info = (3, 13, 0); $2"; fi'
     _program(programs / "python3", f'#!/bin/sh\n{newer}\necho "Python 3.13.0"\n')

@@ -71,10 +71,6 @@ def config_without_offload(given: Mapping[str, Any] | None, wire_dtype: str, zer
 
 
 def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
-    """Replace ``"auto"`` in a DeepSpeed config by the batch sizes and the precision that a plan assumes.
-
-    The Hugging Face Trainer then refuses arguments that differ from these values.
-    """
     numbers = {"train_micro_batch_size_per_gpu": steps.micro_batch, "gradient_accumulation_steps": steps.accumulation}
     for key, number in numbers.items():
         if config.get(key) == "auto":

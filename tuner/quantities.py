@@ -72,30 +72,18 @@ def directory_bytes(text: str) -> tuple[str, int]:
 
 
 def endurance_bytes(text: str) -> float:
-    """Parse a drive's rated write endurance, such as ``600`` (terabytes), ``600TBW`` or ``14PB``, into bytes.
-
-    Raises:
-        ValueError: The text is no positive number with one of these units.
-    """
+    """Parse a drive's rated write endurance, such as ``600`` (terabytes), ``600TBW`` or ``14PB``, into bytes."""
     return _parse(text, _ENDURANCE, "an endurance such as 600 (terabytes written) or 14PB")
 
 
 def rate_bytes_per_s(text: str) -> float:
-    """Parse a rate such as ``2GB/s`` or ``500MB`` into bytes per second.
-
-    Raises:
-        ValueError: The text is no positive number with a known unit.
-    """
+    """Parse a rate such as ``2GB/s`` or ``500MB`` into bytes per second."""
     amount = text.strip().removesuffix("/s")
     return _parse(amount, _SIZES, "a rate such as 2GB/s or 500MB/s")
 
 
 def flops_per_s(text: str) -> float:
-    """Parse a speed such as ``125TFLOPS`` or ``1.2 PFLOP/s`` into floating-point operations per second.
-
-    Raises:
-        ValueError: The text is no positive number with one of these units.
-    """
+    """Parse a speed such as ``125TFLOPS`` or ``1.2 PFLOP/s`` into floating-point operations per second."""
     amount = text.strip().lower().replace("flop/s", "flops")
     return _parse(amount, _SPEEDS, "a speed such as 125TFLOPS")
 
@@ -113,11 +101,7 @@ def duration_s(text: str) -> float:
 
 
 def chance(text: str) -> float:
-    """Parse a fraction such as ``5%`` or ``0.05``, with 100% allowed.
-
-    Raises:
-        ValueError: The text is no number, or is not in [0%, 100%].
-    """
+    """Parse a fraction such as ``5%`` or ``0.05``, with 100% allowed."""
     return 1.0 if text.strip() in ("100%", "1", "1.0") else share(text)
 
 

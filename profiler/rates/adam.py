@@ -87,8 +87,8 @@ def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) 
 
     The measured passes are unscaling the gradient, DeepSpeedCPUAdam's operator, and the conversion to 16 bits.
 
+
     Args:
-        budget_s: Seconds to spend.
         threads: Number of OpenMP threads. If None, this process's number.
     """
     ops = stock_ops()

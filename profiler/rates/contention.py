@@ -22,8 +22,8 @@ Work = Callable[[], object]
 def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget_s: float, source: Source) -> Quantity:
     """Return the speed of ``work`` while ``neighbour`` runs, divided by its speed alone. 1 means no slowdown.
 
+
     Args:
-        budget_s: Seconds to spend.
         source: Source that the result records, such as measured or emulated.
     """
     alone_s = statistics.median(repeat_s(work, budget_s / 2))
@@ -97,11 +97,8 @@ def _both_ways(pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: fl
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one CPU thread within the context, for a measurement while another activity runs.
-
-    With more threads, some would wait for a thread on a busy core. The measurement would then show the
-    operating system's scheduler instead of the contention for memory.
-    """
+    # With more threads, some would wait for a thread on a busy core. The measurement would then show the operating
+    # system's scheduler instead of the contention for memory.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

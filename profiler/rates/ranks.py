@@ -260,10 +260,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
 
 
 def _collectives(job: Job, rank: int) -> tuple[list[float], list[float]]:
-    """Measure an all-gather and a reduce-scatter among all ranks, and return the bytes per second that a rank receives.
-
-    The buffers have the size of DeepSpeed's prefetch bucket where there is memory for it.
-    """
+    # The buffers have the size of DeepSpeed's prefetch bucket where there is memory for it.
     import torch.distributed as dist
 
     device = torch.device("cuda", rank) if job.cuda else torch.device("cpu")
@@ -290,11 +287,8 @@ def _collectives(job: Job, rank: int) -> tuple[list[float], list[float]]:
 def _together(
     work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int, barrier: Any
 ) -> list[float]:
-    """Repeat a measurement until every rank has enough samples, and return the durations in seconds.
-
-    A rank goes on while others still measure, since samples on an otherwise idle machine would be wrong. A rank
-    that fails would keep the others waiting forever, so it breaks the ``barrier``, which ends the loop.
-    """
+    # A rank goes on while others still measure, since samples on an otherwise idle machine would be wrong. A rank that
+    # fails would keep the others waiting forever, so it breaks the ``barrier``, which ends the loop.
     began_s = time.perf_counter()
     durations: list[float] = []
     reported = False

@@ -18,12 +18,10 @@ _BLOCK = 2**20  # elements. Larger tensors repeat a block of this size
 
 
 def noise(elements: int, device: str = "cpu") -> torch.Tensor:
-    """Return a tensor of ``elements`` random fp32 numbers in [0, 1), with all its memory pages allocated.
-
-    One block of random numbers is repeated, since drawing all of them would take longer than the measurement.
-    The numbers come from a separate generator, so that a measurement in a training process does not change the
-    random numbers of the training.
-    """
+    """Return a tensor of ``elements`` random fp32 numbers in [0, 1), with all its memory pages allocated."""
+    # One block of random numbers is repeated, since drawing all of them would take longer than the measurement. The
+    # numbers come from a separate generator, so that a measurement in a training process does not change the random
+    # numbers of the training.
     own = torch.Generator(device).manual_seed(0)
     block = torch.rand(min(elements, _BLOCK), device=device, generator=own)
     return block.repeat(-(-elements // _BLOCK))[:elements]
@@ -44,8 +42,8 @@ def repeat_s(
     The first call warms up and is not included. Then the function is called until the time budget is used. It is called
     at least 5 times, unless that would take several times the budget. `doubts` reports if there are fewer than 5 calls.
 
+
     Args:
-        budget_s: Seconds to spend.
         clock: Function that calls ``work`` and returns its duration.
     """
     work()
@@ -62,16 +60,7 @@ def repeat_s(
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
-    """Return the speed of an activity (such as a copy) as the median and the quartiles over repeated measurements.
-
-    The speed in one repeat is ``amount`` divided by the duration of the repeat.
-
-    Args:
-        amount: Number of bytes, parameters or operations in each repeat.
-        durations_s: Seconds of each repeat.
-        source: Value of the result's field ``source``, such as ``measured`` or ``emulated``.
-        detail: Text on how the speed was measured.
-    """
+    """Return the speed of an activity (such as a copy) as the median and the quartiles over repeated measurements."""
     return Quantity.from_samples([amount / d for d in durations_s], source, detail)
 
 
@@ -81,9 +70,8 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
     There are three problems: too few repeats, too large a spread between repeats, and a drift from the first repeats to
     the last. The list is empty if there is none.
 
+
     Args:
-        name: Name of the measurement, for the sentences.
-        durations_s: Seconds of each repeat.
         least: Number of repeats below which there are too few.
     """
     result = unstable(name, Quantity.from_samples(durations_s), least)
@@ -101,9 +89,6 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
     """Return a list with one warning if a measured speed has too few repeats, or if its repeats differ too much.
     Otherwise return an empty list.
-
-    Args:
-        least: Number of repeats below which there are too few.
     """
     if quantity.n < least:
         return [

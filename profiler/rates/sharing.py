@@ -20,10 +20,9 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
     Return None if the simulator cannot simulate one of the activities.
 
+
     Args:
         work: Name of the activity, such as ``host_adam`` or ``h2d``.
-        neighbour: Name of the other activity.
-        machine: Machine to simulate.
     """
     ops = _ops(machine)
     if work not in ops or neighbour not in ops:

@@ -127,18 +127,9 @@ def _at_once(read: Callable[[], None], write: Callable[[], None]) -> None:
 
 
 def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence[float]) -> float:
-    """Return the factor by which a drive's read and write rates fall when it reads and writes at the same time. It is 1
-    if they do not fall.
-
-    The factor is the total rate of a concurrent read and write, divided by the sum of the read rate and the write rate
-    measured separately. The end of the measurement, when only the slower transfer still runs, does not count as
-    concurrent.
-
-    Args:
-        at_once_s: Seconds from the common start of a read and a write until both have ended.
-        writes_s: Seconds of each write of the same size that was measured alone.
-        reads_s: Seconds of each read of the same size that was measured alone.
-    """
+    """Return the factor by which a drive's read and write rates fall when it reads and writes at the same time."""
+    # It is 1 if they do not fall. The factor is the total rate of a concurrent read and write, divided by the sum of
+    # the read rate and the write rate measured separately.
     shorter, longer = sorted(sorted(s)[len(s) // 2] for s in (writes_s, reads_s))
     return min(1.0, shorter / max(shorter, at_once_s - longer + shorter))
 

@@ -24,10 +24,7 @@ class Files:
     """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Make one system call of the checkpoint engine by calling ``function`` with ``args``.
-
-        Tests override this method to record calls or make them fail.
-        """
+        """Make one system call of the checkpoint engine by calling ``function`` with ``args``."""
         return function(*args)
 
     def point(self, name: str) -> None:
@@ -60,10 +57,8 @@ class Files:
         self._retry("allocate", os.posix_fallocate, descriptor, 0, size_bytes)
 
     def fdatasync(self, descriptor: int) -> None:
-        """Flush a file's data to disk. The file's length must not have changed.
-
-        A failed flush is never retried, since the kernel may have dropped the unwritten pages.
-        """
+        """Flush a file's data to disk. The file's length must not have changed."""
+        # A failed flush is never retried, since the kernel may have dropped the unwritten pages.
         self._retry("fdatasync", os.fdatasync, descriptor)
 
     def fsync(self, descriptor: int) -> None:

@@ -20,10 +20,9 @@ EVERY_SUBGROUP = -2  # for tensors on the device that were not registered: any u
 class StoredTensor:
     """A tensor of a checkpoint that stays on a drive. The checkpoint's own file has only its shape.
 
+
     Attributes:
-        file, path: The file in the checkpoint, and the tensor's path in the file's nested dicts.
         subgroup: The subgroup whose optimizer state the tensor belongs to.
-        index: Index of the tensor among the subgroup's tensors.
     """
 
     file: str
@@ -40,25 +39,18 @@ class AnnouncedStep(Protocol):
     """
 
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
-        """Return a JSON text that tells where a checkpoint's optimizer state is on the drives.
-
-        The checkpoint stores this text, so that a later load finds the state.
-        """
+        """Return a JSON text that tells where a checkpoint's optimizer state is on the drives."""
+        # The checkpoint stores this text, so that a later load finds the state.
         ...
 
     def prepare(self) -> None:
-        """Wait until this step's optimizer state has been written to the drive, and flush it to the drive (fsync).
-
-        The optimizer state of earlier steps stays on the drive until `settle` is called.
-        """
+        """Wait until this step's optimizer state has been written to the drive, and flush it to the drive (fsync)."""
         ...
 
     def settle(self, *, committed: bool) -> None:
-        """Free the drive space of optimizer state that is no longer needed after a checkpoint has ended.
-
-        If the checkpoint was committed, the state of the oldest steps is freed, beyond the number of steps to keep.
-        Otherwise the state that was written for the checkpoint is freed.
-        """
+        """Free the drive space of optimizer state that is no longer needed after a checkpoint has ended."""
+        # If the checkpoint was committed, the state of the oldest steps is freed, beyond the number of steps to keep.
+        # Otherwise the state that was written for the checkpoint is freed.
         ...
 
 
@@ -82,12 +74,8 @@ class StoredState(Protocol):
         ...
 
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
-        """Protect the present optimizer state on a drive from being overwritten, for a checkpoint. This never blocks.
-
-        Call this method before a later update starts to write.
-
-        Args:
-            target, nonce: Folder and identifier of the checkpoint.
+        """Protect the present optimizer state on a drive from being overwritten, for a checkpoint. This never
+        blocks.
         """
         ...
 
@@ -96,10 +84,8 @@ class StoredState(Protocol):
         ...
 
     def adopt(self, page: bytes) -> Collection[int]:
-        """Let training use the optimizer state of a checkpoint directly from the drive on which the checkpoint left
-        it, without a copy.
-
-        Return the subgroups that now use the checkpoint's state in this way.
+        """Let training use the optimizer state of a checkpoint directly from the drive on which the checkpoint left it,
+        without a copy.
         """
         ...
 
@@ -108,14 +94,8 @@ class StoredState(Protocol):
     ) -> AbstractContextManager[Mapping[tuple[Any, ...], torch.Tensor]]:
         """Return a context manager that gives the tensors of a checkpoint's optimizer state on drives, so that the
         caller can copy them.
-
-        The caller must copy the tensors inside the ``with`` block. At the end of the block, an error is raised if
-        other training has removed the checkpoint's state from the drives meanwhile.
-
-        Args:
-            adopted: Subgroups that `adopt` has returned. Their tensors are left out, because training uses them
-                without a copy.
         """
+        # The caller must copy the tensors inside the ``with`` block.
         ...
 
 
@@ -198,11 +178,7 @@ class LiveState:
             return list(self._tensors)
 
     def attach(self, release: Callable[[int], None] | None) -> None:
-        """Set the checkpoint in progress that updates must wait for. None if no checkpoint reads optimizer state.
-
-        Args:
-            release: Function that waits until the checkpoint no longer needs the bytes of a subgroup's optimizer state.
-        """
+        """Set the checkpoint in progress that updates must wait for. None if no checkpoint reads optimizer state."""
         self._release = release
 
     def before_update(self, subgroup: int) -> None:

@@ -47,27 +47,20 @@ class Device:
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
-        """Start one worker for each lane of the optimizer update, and return a dict from lane name to worker.
-
-        A lane is a queue of operations that run one after the other, such as the copies in one direction.
-        """
+        """Start one worker for each lane of the optimizer update, and return a dict from lane name to worker."""
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
         """Release what the device holds for its lanes and buffers, such as CUDA streams and page-locked memory."""
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in host memory that can be copied to and from the GPU at full speed.
-
-        The memory has exactly the size of the tensor, and is not rounded up.
-        """
+        """Return an uninitialised tensor in host memory that can be copied to and from the GPU at full speed."""
+        # The memory has exactly the size of the tensor, and is not rounded up.
         return torch.empty(elements, dtype=dtype)
 
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` itself if the GPU can copy from its memory at full speed.
-
-        Otherwise return a copy of the tensor in host memory from which the GPU can.
-        """
+        """Return ``tensor`` itself if the GPU can copy from its memory at full speed."""
+        # Otherwise return a copy of the tensor in host memory from which the GPU can.
         return tensor
 
     def host_buffers(self) -> list[torch.Tensor]:
@@ -81,14 +74,9 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
-        """Copy a tensor on a lane (a queue of copies in one direction).
-
-        If ``stream`` is given, this method returns as soon as the copy has been issued to the stream. Otherwise it
-        returns when the copy is complete.
-
-        Args:
-            stream: The lane's CUDA stream. None if the calling thread makes the copy.
-        """
+        """Copy a tensor on a lane (a queue of copies in one direction)."""
+        # If ``stream`` is given, this method returns as soon as the copy has been issued to the stream. Otherwise it
+        # returns when the copy is complete.
         del lane, stream
         host.copy(to, source)
 
@@ -117,10 +105,7 @@ class Device:
         tail: int,
         stream: Any,
     ) -> None:
-        """Run one optimizer step on tensors in GPU memory, and write the model's new parameters to ``out``.
-
-        ``state`` holds the fp32 master parameters and the moments.
-        """
+        """Run one optimizer step on tensors in GPU memory, and write the model's new parameters to ``out``."""
         del stream
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
 
@@ -129,37 +114,25 @@ class Device:
         return None
 
     def mark(self, event: Event | None) -> Mark | None:
-        """Make a GPU event the reference from which the times of later events are measured.
-
-        Return the previous reference. None if the device has no events and uses the host's clock.
-        """
+        """Make a GPU event the reference from which the times of later events are measured."""
         del event
         return None
 
     def moment(self, stream: Any = None) -> Moment:
-        """Record the end of the work issued to the training stream so far.
-
-        The returned object tells later whether the stream has done this work, and at what time.
-
-        Args:
-            stream: The training stream. None for the current stream.
-        """
+        """Record the end of the work issued to the training stream so far."""
+        # The returned object tells later whether the stream has done this work, and at what time.
         del stream
         return Moment(time.perf_counter())
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Record that forward or backward will now wait for the end of the given operations.
-
-        Nothing is recorded unless such waits are being measured (``watched``).
-        """
+        """Record that forward or backward will now wait for the end of the given operations."""
+        # Nothing is recorded unless such waits are being measured (``watched``).
         if self.watched is not None:
             self.watched.will_wait(ends)
 
     def training_streams(self) -> list[Any]:
-        """Return the CUDA streams on which forward and backward may read parameters.
-
-        Empty on a device without streams, where the calling thread itself reads the parameters.
-        """
+        """Return the CUDA streams on which forward and backward may read parameters."""
+        # Empty on a device without streams, where the calling thread itself reads the parameters.
         return []
 
     def training_waits(self, ends: Iterable[Completion]) -> None:
@@ -174,18 +147,13 @@ class Device:
                 end.wait_on(stream)
 
     def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager around the CPU kernel's optimizer update of ``elements`` parameters.
-
-        An emulated device slows down the update in the ``with`` block.
-        """
+        """Return a context manager around the CPU kernel's optimizer update of ``elements`` parameters."""
         del elements, out_of_place
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Return a tensor that a background copy can read even after the caller has dropped ``source``.
-
-        The caller may overwrite ``source`` only after `before_reuse`.
-        """
+        """Return a tensor that a background copy can read even after the caller has dropped ``source``."""
+        # The caller may overwrite ``source`` only after `before_reuse`.
         del stream
         return source
 
@@ -200,17 +168,12 @@ class Device:
         """
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``.
-
-        Call this method only on the training thread. On a CUDA device, PyTorch allocates memory for the current stream
-        of the calling thread.
-        """
+        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``."""
+        # Call this method only on the training thread. On a CUDA device, PyTorch allocates memory for the current
+        # stream of the calling thread.
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
-        """Add a micro-batch's gradient to the sum of earlier micro-batches' gradients: ``total = base + gradient``.
-
-        ``base`` is the earlier sum, in host memory. It is first copied to ``total``, in GPU memory.
-        """
+        """Add a micro-batch's gradient to the sum of earlier micro-batches' gradients: ``total = base + gradient``."""
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
         total.add_(gradient)

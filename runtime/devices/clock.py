@@ -39,11 +39,8 @@ class Mark:
         return self._reached_s
 
     def date_s(self, event: Any) -> float:
-        """Return the time, in seconds of the host's clock, at which the GPU reached ``event``.
-
-        The time is measured from this object's reference event. It is precise if the two events are within
-        seconds of each other.
-        """
+        """Return the time, in seconds of the host's clock, at which the GPU reached ``event``."""
+        # The time is measured from this object's reference event.
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
 
 
@@ -62,26 +59,20 @@ class Moment:
 
     @property
     def is_past(self) -> bool:
-        """Return whether the training stream has done all work that was issued before this moment was recorded. Do not
-        wait for the work.
-        """
+        """Return whether the training stream has done all work that was issued before this moment was recorded."""
+        # Do not wait for the work.
         return self.event is None or bool(self.event.query())
 
     @property
     def reached_s(self) -> float:
-        """Return the time on the host's clock, in seconds, at which the training stream reached this recorded point.
-
-        The stream has reached the point once it has done all work that was issued before the point was recorded. Call
-        this method only then.
-        """
+        """Return the time on the host's clock, in seconds, at which the training stream reached this recorded point."""
+        # The stream has reached the point once it has done all work that was issued before the point was recorded.
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
 
     def date_s(self, end: Completion) -> float:
-        """Return the time, in seconds of the host's clock, at which an operation, such as a copy, has ended.
-
-        Call this method only after the operation's end. The result is precise only if the operation ended within
-        seconds of the moment that this object records, because GPU events measure long times imprecisely.
-        """
+        """Return the time, in seconds of the host's clock, at which an operation, such as a copy, has ended."""
+        # Call this method only after the operation's end. The result is precise only if the operation ended within
+        # seconds of the moment that this object records, because GPU events measure long times imprecisely.
         if self.mark is None or end.event is None:
             return end.end_s
         return self.mark.date_s(end.event)
@@ -97,12 +88,7 @@ class DeviceClock:
     """
 
     def __init__(self, event: Any, host: Callable[[], float] = time.perf_counter) -> None:
-        """Start a clock that converts the times of GPU events to the host's clock.
-
-        Args:
-            event: A GPU event that the host has just waited for.
-            host: A function that returns the time on the host's clock.
-        """
+        """Start a clock that converts the times of GPU events to the host's clock."""
         self._host = host
         self.latest = Mark(event, host(), None, host)
         self._undated: deque[Mark] = deque()

@@ -78,9 +78,8 @@ class Completion:
             raise BackgroundError(f"{self.label!r} failed in the background: {why}") from self.error
 
     def wait_host(self) -> None:
-        """Block the calling thread until the operation has ended. For an operation on a CUDA stream, this is its end on
-        the GPU.
-        """
+        """Block the calling thread until the operation has ended."""
+        # For an operation on a CUDA stream, this is its end on the GPU.
         self.wait_issued()
         if self.event is not None:
             self.event.synchronize()

@@ -50,9 +50,8 @@ class Pass:
         return self.computed_between_s(self.start_s, self.end_s)
 
     def computed_between_s(self, start_s: float, end_s: float) -> float:
-        """Return for how many seconds the GPU computes between two times of this forward or backward. Waits for copies
-        are left out.
-        """
+        """Return for how many seconds the GPU computes between two times of this forward or backward."""
+        # Waits for copies are left out.
         waited_s = sum(max(0.0, min(end_s, last) - max(start_s, first)) for first, last in self.waits)
         return max(0.0, end_s - start_s - waited_s)
 
@@ -156,11 +155,7 @@ class WatchedPasses:
                 self._now.waits += [(now, end) for end in missing]
 
     def made(self, places: Sequence[Place]) -> None:
-        """Record that all work for the gradient of a parameter has been issued to the training stream.
-
-        Args:
-            places: Parts of subgroups that the gradient fills.
-        """
+        """Record that all work for the gradient of a parameter has been issued to the training stream."""
         if self._now is not None and places:
             self._now.made.append((self._device.moment(self._stream), tuple(places)))
 

@@ -51,9 +51,6 @@ class OpBodies:
     def outdate(self, subgroups: Iterable[int]) -> None:
         """Record that the optimizer state of the given subgroups has changed, or may change, in the memory where it
         lives.
-
-        A copy of the old state may already be in a staging buffer on the GPU. The subgroup's next update then first
-        copies the state to this buffer again.
         """
         with self._stale_lock:
             self._stale.update(subgroups)

@@ -25,10 +25,7 @@ class SubgroupJob:
     segments: list[Segment]
 
     def equals(self, other: SubgroupJob) -> bool:
-        """Return whether this update and another one of the same subgroup give identical bits.
-
-        They do if the kernel, the hyperparameters, the gradient and its scale are the same.
-        """
+        """Return whether this update and another one of the same subgroup give identical bits."""
         return _scalars(self) == _scalars(other)
 
 
@@ -51,12 +48,11 @@ class EarlyUpdate:
 class StagedUpdate:
     """A subgroup in a staging buffer: its optimizer state is copied to GPU memory for its update.
 
+
     Attributes:
         origin: The subgroup's state in host memory. If the update waits for the gradient norm, the new state is
             copied back to it. Otherwise the new state is copied to a spare buffer in host memory.
-        into: The staging buffer's tensors for the state.
         wire: The staging buffer's tensor for new parameters, if the update starts before the gradient norm is known.
-        came: The end of the copy of the state to the staging buffer.
         early: The update that starts before the gradient norm is known. None if the update waits for the norm.
     """
 
@@ -68,12 +64,7 @@ class StagedUpdate:
 
     @classmethod
     def of(cls, state: SubgroupState, slot: StagingSlot, came: Completion) -> Self:
-        """Build the object that describes a subgroup's update in a staging buffer on the GPU.
-
-        Args:
-            came: The end of the copy of the subgroup's optimizer state to the staging buffer. The copy may still be
-                running.
-        """
+        """Build the object that describes a subgroup's update in a staging buffer on the GPU."""
         wire = None if slot.wire is None else slot.wire[: state.elements]
         return cls(state.state, slot.views(state.elements), wire, came)
 
@@ -118,10 +109,7 @@ class EarlyUpdates:
         return sum(t.nbytes for t in (*spares, *self.wires.values()))
 
     def begin(self, state: SubgroupState, job: SubgroupJob) -> EarlyUpdate:
-        """Create the early update of a subgroup: an update that starts before the gradient norm is known.
-
-        The caller then submits the update to run.
-        """
+        """Create the early update of a subgroup: an update that starts before the gradient norm is known."""
         early = EarlyUpdate(job, state.state, self._spares[state.index])
         self.begun[state.index] = early
         return early
@@ -137,13 +125,7 @@ class EarlyUpdates:
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
-        """Return the subgroups whose early update cannot be kept, for example because the step clips gradients.
-
-        Such an early update differs from the update that the step needs, now that the gradient norm is known.
-
-        Args:
-            jobs: The update that the step needs, by subgroup.
-        """
+        """Return the subgroups whose early update cannot be kept, for example because the step clips gradients."""
         return [s for s, early in self.begun.items() if not early.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
@@ -160,9 +142,6 @@ class EarlyUpdates:
     def away(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
         """Return the subgroups with their newest optimizer state in a spare buffer, because an early update wrote it
         there.
-
-        An early update starts before the gradient norm is known, and must keep the old state until then. The training
-        framework's own tensors of these subgroups are outdated (see `bring_back`).
         """
         return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
 

@@ -48,11 +48,7 @@ class TrainingEngine(Protocol):
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return how often forward and backward of one micro-batch gather each partitioned parameter.
-
-        None if the gathers are not known yet, or if the framework does not partition parameters. Parameters are
-        identified by the keys of the dict that `slices` returns.
-        """
+        """Return how often forward and backward of one micro-batch gather each partitioned parameter."""
         ...
 
     def zero_stage(self) -> ZeroStage:
@@ -68,18 +64,12 @@ class TrainingEngine(Protocol):
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
-        """Return the parts of parameters that lie in this rank's subgroups, as a dict.
-
-        The engine chooses the keys, which are integers.
-        """
+        """Return the parts of parameters that lie in this rank's subgroups, as a dict."""
         ...
 
     def units(self) -> Mapping[tuple[int, int], str]:
         """Return a dict that maps each parameter to the name of the submodule that contains it, such as
         ``model.layers.0``.
-
-        A key identifies a parameter by its place on this rank: the index of its subgroup, and the position in the
-        subgroup at which the parameter's elements start.
         """
         ...
 
@@ -100,28 +90,17 @@ class TrainingEngine(Protocol):
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         """Return a subgroup's optimizer state, gradient and parameters, so that the session can move these tensors to
         other memory.
-
-        Args:
-            now: The subgroup's tensors under the running plan. The result has the gradient tensor of ``now``. Each
-                other tensor of the result is the one of ``now`` or the training framework's own. None if no plan runs
-                yet. Then optimizer state and parameters in the result are the training framework's own tensors.
         """
         ...
 
     def adopt(self, state: SubgroupState) -> None:
         """Make the training framework refer to the tensors that now hold a subgroup's optimizer state, gradient and
         parameters.
-
-        The session calls this method after a new plan has moved the subgroup to other memory, and after an early update
-        has written the new state to a spare buffer.
         """
         ...
 
     def settle(self) -> None:
-        """Release the training framework's buffers that no subgroup uses any more.
-
-        This is called after all subgroups have moved to a plan's buffers.
-        """
+        """Release the training framework's buffers that no subgroup uses any more."""
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
@@ -131,10 +110,7 @@ class TrainingEngine(Protocol):
         ...
 
     def expected_step(self) -> tuple[list[UpdateStep], float]:
-        """Return the next step's optimizer hyperparameters and gradient scale, without advancing step counters.
-
-        The scale is the one for a step that neither clips nor overflows.
-        """
+        """Return the next step's optimizer hyperparameters and gradient scale, without advancing step counters."""
         ...
 
     def unclipped_scale(self) -> float:
@@ -142,10 +118,7 @@ class TrainingEngine(Protocol):
         ...
 
     def early_updates_allowed(self) -> bool:
-        """Return whether updates may start before the gradient norm is known.
-
-        False if gradients so far already show that the step clips or overflows.
-        """
+        """Return whether updates may start before the gradient norm is known."""
         ...
 
     def publish(self) -> None:
@@ -163,10 +136,8 @@ class TrainingEngine(Protocol):
         ...
 
     def bucket_params(self) -> int:
-        """Return the number of gradient elements that the framework collects before it hands them to ebbtide together.
-
-        Under ZeRO-3, only this rank's share of these elements is counted. The result is 0 if the framework hands over
-        each gradient immediately.
+        """Return the number of gradient elements that the framework collects before it hands them to ebbtide
+        together.
         """
         ...
 

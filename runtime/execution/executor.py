@@ -104,14 +104,7 @@ class Executor(IssuedOps):
     # -- launching ---------------------------------------------------------------------------
 
     def prefetch(self, *, early_updates: bool = True) -> None:
-        """Start to copy subgroups' state to staging buffers on the GPU, before the gradient norm is known.
-
-        Subgroups whose updates also start before the norm is known (early updates) are copied first. Copies are started
-        until no staging buffer is free.
-
-        Args:
-            early_updates: False if all updates of this step wait for the gradient norm.
-        """
+        """Start to copy subgroups' state to staging buffers on the GPU, before the gradient norm is known."""
         self._begin_ahead()
         self.issue.backward(None, early=early_updates)
 
@@ -157,24 +150,14 @@ class Executor(IssuedOps):
         return bool(dropped or waiting)
 
     def skip(self) -> bool:
-        """End an optimizer step that makes no updates, such as after an overflow.
-
-        Drop the updates that began before the gradient norm was known. Return whether there were any.
-        """
+        """End an optimizer step that makes no updates, such as after an overflow."""
         dropped = self.drop_early_updates()
         self.issue.skip()
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
-        """Decide for each early update whether its result is kept or dropped, now that the gradient norm is known.
-
-        An early update ran before that. It is kept if the update that the step needs has the same hyperparameters,
-        gradient scale, gradient and kernel. If the step clips, the scale differs, and the early update is dropped. Call
-        this method before `launch`.
-
-        Returns:
-            The subgroups with a kept early update. Their state is now in buffers that were spare buffers before.
-        """
+        """Decide for each early update whether its result is kept or dropped, now that the gradient norm is known."""
+        # If the step clips, the scale differs, and the early update is dropped. Call this method before `launch`.
         self.drop_early_updates(self.early_updates.wrong(jobs))
         return self.early_updates.take(self.states)
 

@@ -130,8 +130,8 @@ def settle_all() -> None:
 class Touched:
     """A parameter of the optimizer, and what it shows.
 
+
     Attributes:
-        subgroups: The subgroups that hold parts of the parameter.
         value: The parameter's part of DeepSpeed's flat buffer.
         stand_in: NaN in the parameter's shape, for code in C++ that asks no class.
         may_wait: False if the parameter's class cannot be changed.
@@ -284,9 +284,8 @@ class FirstTouch:
             self.settle(self._before[module])
 
     def _assign(self) -> None:
-        """Give each module's parameters to the module itself if it was called since the latest step. Otherwise give
-        them to the nearest module around it that was called.
-        """
+        # Give each module's parameters to the module itself if it was called since the latest step. Otherwise give them
+        # to the nearest module around it that was called.
         if self._called != self._assigned:
             self._before = {module: [] for module in self._modules}
             for module in self._modules:
@@ -301,10 +300,6 @@ class FirstTouch:
                 _settle_before_compiled(module)
 
     def _watch_compiler(self) -> None:
-        """Let steps wait for their updates if compiled code that no module's hook precedes reads parameters.
-
-        Such code is compiled anew for the class `Pending` in each step, until torch gives up.
-        """
         callback: Any = sys.modules.get("torch._dynamo.callback")
         if callback is not None and _compile_begins not in callback.callback_handler.start_callbacks:
             callback.callback_handler.register_start_callback(_compile_begins)

@@ -45,9 +45,9 @@ SEND_SUM = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=Fal
 class _Run:
     """Adjacent gradients with one common copy. They are adjacent on the GPU and in the host buffer.
 
+
     Attributes:
         offsets: First element of each gradient in the subgroup.
-        buffer, source: The first of the tensors to copy to and from.
         buffer_end, source_end: Where the memory of the last of them ends: the address, and the position in its storage.
     """
 
@@ -118,8 +118,8 @@ class GradientOps:
     def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
         """Start the device-to-host copy of a part of a subgroup's gradient.
 
+
         Args:
-            offset: First element of the part in the subgroup.
             source: The gradient. The caller may drop its reference immediately, but must call `before_reuse` before it
                 overwrites the gradient's memory.
             summed: True if ``source`` is the sum of several micro-batches' gradients that `fetch_sum` has returned.
@@ -221,10 +221,8 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return a list with the `Completion` that marks the end of a subgroup's latest gradient copy to host memory.
-
-        The list is empty if no copy was started. When this copy has ended, all gradients of the subgroup that were sent
-        so far are in host memory.
+        """Return a list with the `Completion` that marks the end of a subgroup's latest gradient copy to host
+        memory.
         """
         self._leave()
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
@@ -242,10 +240,7 @@ class GradientOps:
             completion.wait_host()
 
     def take_parts(self) -> list[tuple[Op, Completion]]:
-        """Return the gradient copies recorded since the last call, and clear the record.
-
-        Each entry is a pair: the copy, and a `Completion`, which marks the end of the copy.
-        """
+        """Return the gradient copies recorded since the last call, and clear the record."""
         taken = list(self.parts)
         self.parts.clear()
         return taken

@@ -203,10 +203,8 @@ class GradientBuffers(Generic[Piece]):
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a copy of this object that uses a new plan's tensors and operations.
-
-        No gradient is copied, because the caller has already moved the gradients to the new plan's tensors.
-        """
+        """Return a copy of this object that uses a new plan's tensors and operations."""
+        # No gradient is copied, because the caller has already moved the gradients to the new plan's tensors.
         moved = replace(self, states=states, ops=ops)
         moved._open = self._open
         return moved

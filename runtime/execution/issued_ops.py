@@ -64,22 +64,14 @@ class IssuedOps:
         self._latest_fetch = Completion.done()
 
     def wait_parameters(self, subgroups: Iterable[int]) -> None:
-        """Make the training streams wait for the updates that write subgroups' new parameters.
-
-        Without CUDA, the calling thread waits.
-
-        Raises:
-            BackgroundError: An update failed.
-        """
+        """Make the training streams wait for the updates that write subgroups' new parameters."""
+        # Without CUDA, the calling thread waits.
         if not self.busy:
             return  # no updates are running, so nothing has to be asked of the device
         self.device.training_waits(self._published[s] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
-        """Return the operations that must end before the given subgroups have their new parameters.
-
-        The list is empty if the parameters are new already.
-        """
+        """Return the operations that must end before the given subgroups have their new parameters."""
         return [self._published[subgroup] for subgroup in subgroups] if self.busy else []
 
     def wait_state(self, subgroup: int) -> None:
@@ -105,10 +97,7 @@ class IssuedOps:
         _wait(self._ahead)
 
     def wait_memory(self) -> None:
-        """Wait until all operations on subgroups whose optimizer state is in memory have ended.
-
-        Operations on subgroups whose state is on a drive continue.
-        """
+        """Wait until all operations on subgroups whose optimizer state is in memory have ended."""
         _wait(pair for pair in (*self._own, *self._ahead) if pair[0].subgroup not in self.stored)
         self._latest_fetch.wait_host()
 

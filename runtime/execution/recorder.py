@@ -64,18 +64,14 @@ class Recorder:
         self._end(OpKind.BACKWARD)
 
     def gather_begins(self) -> None:
-        """Record that the ranks begin to exchange updated parameters at the end of a step.
-
-        Nothing is recorded unless steps are recorded in detail (see `watch`).
-        """
+        """Record that the ranks begin to exchange updated parameters at the end of a step."""
+        # Nothing is recorded unless steps are recorded in detail (see `watch`).
         if self.device.watched is not None:
             self.device.watched.begins(OpKind.PARAMETER_GATHER, self.iteration)
 
     def gather_ends(self) -> None:
-        """Record that the exchange of updated parameters among the ranks has ended.
-
-        Nothing is recorded unless steps are recorded in detail (see `watch`).
-        """
+        """Record that the exchange of updated parameters among the ranks has ended."""
+        # Nothing is recorded unless steps are recorded in detail (see `watch`).
         if self.device.watched is not None:
             self.device.watched.ends(OpKind.PARAMETER_GATHER)
 
@@ -112,29 +108,20 @@ class Recorder:
         self.device.watched = WatchedPasses(self.device)
 
     def unwatch(self) -> None:
-        """End the measurement that `watch` began, and discard the measured times.
-
-        `watch` measures in forward and backward when each gradient is computed, and when the GPU waits for copies.
-        """
+        """End the measurement that `watch` began, and discard the measured times."""
+        # `watch` measures in forward and backward when each gradient is computed, and when the GPU waits for copies.
         self.device.watched = None
 
     def forget_step(self) -> None:
-        """Discard the times that were measured in the latest finished step's forward and backward.
-
-        The times tell when each gradient was computed, and when the GPU waited for copies. Nothing happens unless such
-        times are being measured (see `watch`).
-        """
+        """Discard the times that were measured in the latest finished step's forward and backward."""
+        # The times tell when each gradient was computed, and when the GPU waited for copies. Nothing happens unless
+        # such times are being measured (see `watch`).
         if self.device.watched is not None:
             self.device.watched.forget(self.iteration - 1)
 
     def gradient_made(self, places: Callable[[], Sequence[Place]]) -> None:
-        """Record that backward has computed the gradient of a parameter.
-
-        Nothing is recorded unless steps are recorded in detail (see `watch`).
-
-        Args:
-            places: Function that returns the parts of subgroups that the gradient fills.
-        """
+        """Record that backward has computed the gradient of a parameter."""
+        # Nothing is recorded unless steps are recorded in detail (see `watch`).
         if self.device.watched is not None:
             self.device.watched.made(places())
 

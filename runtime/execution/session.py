@@ -89,11 +89,7 @@ class Session:
 
     @property
     def executor(self) -> Executor:
-        """Return the executor of the plan that runs.
-
-        Raises:
-            LostPlanError, BackgroundError, DamagedError: No plan runs any more, because a switch failed half-way.
-        """
+        """Return the executor of the plan that runs."""
         self._check_runs()
         return self._executor
 
@@ -117,14 +113,6 @@ class Session:
             self.gradient_buffers.make_spares()
 
     def _build(self, plan: Plan, states: list[SubgroupState] | None) -> tuple[Plan, Executor]:
-        """Move all subgroups to the memory that a plan names, and start the plan's executor.
-
-        Return the plan as it could be realized, and the executor.
-
-        Args:
-            states: The present tensors of each subgroup, which are replaced by the new ones. None if the subgroups
-                still have the tensors that the framework made.
-        """
         engine, device = self.engine, self.device
         if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
@@ -166,21 +154,13 @@ class Session:
     # -- a step ------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Record the beginning of an optimizer step, for the measured timeline.
-
-        Raises:
-            BackgroundError: An earlier update or checkpoint failed in the background.
-        """
+        """Record the beginning of an optimizer step, for the measured timeline."""
         self.device.backward_threads.steps()
         self.executor.raise_if_failed()
         self.recorder.step_begins()
 
     def prefetch(self) -> None:
-        """Start to copy optimizer state to the GPU for the coming optimizer step, before the gradient norm is known.
-
-        Call this method in the backward of the step's last micro-batch, before the first gradient is stored. Repeated
-        calls are allowed.
-        """
+        """Start to copy optimizer state to the GPU for the coming optimizer step, before the gradient norm is known."""
         self.executor.prefetch(early_updates=self.pausing.on)
 
     def _complete(self, subgroup: int) -> None:
@@ -308,10 +288,6 @@ class Session:
             )
 
     def _leave(self) -> None:
-        """End the plan that runs, and leave all state and gradients in the subgroups' tensors.
-
-        After an error, another call of this method goes on where the first call stopped.
-        """
         self.engine.publish()
         self._executor.drop_early_updates()
         self._executor.close(with_device=False)
@@ -319,7 +295,6 @@ class Session:
         self._register({state.index: () for state in self.states})
 
     def _enter(self, plan: Plan, former: Executor) -> None:
-        """Start a plan after `_leave`, with what the executor ``former`` knew beside its plan."""
         self.plan, self._executor = self._build(plan, self._executor.states)
         self._account_for(self.plan)
         now, before = self._executor.bodies, former.bodies

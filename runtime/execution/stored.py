@@ -45,9 +45,6 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     """Open this rank's store of optimizer state in the plan's folders. Return None if the plan keeps no state on
     drives.
 
-    Args:
-        stored: Number of elements of each subgroup with state on drives.
-        tensors: Number of tensors in a subgroup's state.
 
     Raises:
         StorageError: A folder belongs to another run, or has no room.

@@ -69,7 +69,6 @@ class Movement:
         return self._use(before, place(self.device, subgroup, placement, location, before, apart=apart, store=store))
 
     def _move_parameters(self, subgroup: int, location: ParameterLocation) -> None:
-        """Move the 16-bit parameters of a subgroup, and leave its optimizer state where it is."""
         now = self.states[subgroup]
         before = self.engine.take(subgroup, now)
         location, wire = place_parameters(self.device, subgroup, location, before, apart=True)
@@ -77,7 +76,6 @@ class Movement:
         self._use(before, SubgroupState(subgroup, there, before.state, wire, before.gradient, location))
 
     def _use(self, before: Buffers, state: SubgroupState) -> SubgroupState:
-        """Let the engine use a subgroup's new tensors, and release those that the new tensors replace."""
         self.engine.adopt(state)
         self.states[state.index] = state  # the former state is not needed any more, and must not keep memory
         pairs = [(before.gradient, state.gradient), (before.wire, state.wire)]
@@ -90,7 +88,6 @@ class Movement:
 
 
 def _leaves_device(before: Placement, after: Placement) -> bool:
-    """Return whether a subgroup's state or gradient is in GPU memory with one placement, but not with another one."""
     was, will = RECIPES[before], RECIPES[after]
     return was.state == "device" != will.state or was.gradient == "device" != will.gradient
 

@@ -182,7 +182,6 @@ def _keys(config: str) -> list[str]:
 
 
 def _configs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any] | str]:
-    """Yield what may be the DeepSpeed config of a call of ``deepspeed.initialize``: dicts, and texts of files."""
     first = kwargs.get("args", args[0] if args else None)
     places = [*args, kwargs.get("config"), kwargs.get("config_params")]
     places += [getattr(first, name, None) for name in ("deepspeed_config", "deepscale_config")]
@@ -228,7 +227,6 @@ def own(name: str) -> Any:
 
 
 def _hardware(name: str) -> Any:
-    """Load a module of `ebbtide.runtime.hardware` that needs only the standard library, without the package ebbtide."""
     loaded = f"_ebbtide_{name}"
     if loaded not in sys.modules:
         place = Path(__file__).resolve().parents[1] / "hardware" / f"{name}.py"
@@ -241,7 +239,7 @@ def _hardware(name: str) -> Any:
 
 
 def _discover(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Make a process that no launcher has started the only rank. DeepSpeed would ask MPI, which few have installed."""
+    # DeepSpeed would ask MPI, which few have installed.
     alone = _hardware("launcher").only_rank(os.environ)
     os.environ.update(alone)
     if not alone:

@@ -97,10 +97,7 @@ class _Failure:
 
 
 def fail_at_the_end() -> None:
-    """Make this process end with exit code 1, for an error of an ``atexit`` handler, which Python only prints.
-
-    Python clears the module ``sys`` last. All ``atexit`` handlers have run by then, and all open files are closed.
-    """
+    """Make this process end with exit code 1, for an error of an ``atexit`` handler, which Python only prints."""
     sys.__dict__["_ebbtide_failure"] = _Failure()
 
 

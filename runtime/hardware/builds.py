@@ -29,10 +29,7 @@ def extensions_folder() -> Path:
 
 
 def locks(root: Path) -> list[Path]:
-    """Return the paths of the lock files of builds of torch extensions, such as DeepSpeed's ops.
-
-    The files are in torch's extensions folder and in its folders per Python version.
-    """
+    """Return the paths of the lock files of builds of torch extensions, such as DeepSpeed's ops."""
     return sorted([*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")])
 
 
@@ -68,11 +65,9 @@ def told(lock: Path) -> str:
 
 
 def own_ninja_first() -> None:
-    """Put the folder of this Python first on PATH, unless its ninja is the one that torch would call anyway.
-
-    Each version of ninja discards the log of another one, and then compiles all ops again. Without an activated
-    environment, torch would call the system's ninja, or find none.
-    """
+    """Put the folder of this Python first on PATH, unless its ninja is the one that torch would call anyway."""
+    # Each version of ninja discards the log of another one, and then compiles all ops again. Without an activated
+    # environment, torch would call the system's ninja, or find none.
     own = Path(sys.executable).parent / "ninja"
     if own.exists() and shutil.which("ninja") != str(own):
         os.environ["PATH"] = os.pathsep.join(filter(None, [str(own.parent), os.environ.get("PATH")]))

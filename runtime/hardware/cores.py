@@ -91,10 +91,7 @@ def _siblings(core: int, sysfs: Path) -> tuple[int, ...]:
 
 
 def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
-    """Return the CPU cores of the GPU's NUMA node that this process may use.
-
-    If it may use none of them, return all cores that it may use.
-    """
+    """Return the CPU cores of the GPU's NUMA node that this process may use."""
     allowed = sorted(os.sched_getaffinity(0))
     return [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
 

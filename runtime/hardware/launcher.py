@@ -43,19 +43,16 @@ _YOUNG_S = 10.0  # a buffer that was just made may not be memory-mapped yet
 
 
 def local_ranks() -> int:
-    """Return the number of ranks on this host, from environment variables of the launcher. Return 1 without them.
-
-    If torchrun's id of the run is set, torchrun's variable ``LOCAL_WORLD_SIZE`` is read first. If the id is not set,
-    ``LOCAL_SIZE`` is read first, because Accelerate sets ``LOCAL_WORLD_SIZE`` even in processes that torchrun did not
-    start.
-    """
+    """Return the number of ranks on this host, from environment variables of the launcher. Return 1 without them."""
+    # If torchrun's id of the run is set, torchrun's variable ``LOCAL_WORLD_SIZE`` is read first. If the id is not set,
+    # ``LOCAL_SIZE`` is read first, because Accelerate sets ``LOCAL_WORLD_SIZE`` even in processes that torchrun did not
+    # start.
     by_torchrun = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
     said = by_torchrun or _said("local_size") or "1"
     return max(1, int(said) if said.isdecimal() else _tasks_of_this_node(said))
 
 
 def _tasks_of_this_node(listed: str) -> int:
-    """Return the number of tasks on this node from Slurm's list of all nodes' numbers, such as ``2(x3),1``."""
     counts = [
         int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed) for _ in range(int(times or 1))
     ]
@@ -64,27 +61,20 @@ def _tasks_of_this_node(listed: str) -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this rank among the ranks on this host, from environment variables of the launcher. Return 0
-    without them.
-    """
+    """Return the number of this rank among the ranks on this host, from environment variables of the launcher."""
     return int(_said("local_rank") or 0)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the training job.
-
-    If torch.distributed is initialized, it knows the number, whatever the environment says: a script may have given
-    the number to ``init_process_group``. Before that, the number is in the launcher's environment variables. Return 1
-    without them.
-    """
+    """Return the number of ranks of the training job."""
+    # If torch.distributed is initialized, it knows the number, whatever the environment says: a script may have given
+    # the number to ``init_process_group``. Before that, the number is in the launcher's environment variables.
     distributed = _distributed()
     return max(1, int(_said("world_size") or 1)) if distributed is None else int(distributed.get_world_size())
 
 
 def rank() -> int:
-    """Return the number of this rank of the training job, from the sources that `world_size` reads. Return 0 without
-    them.
-    """
+    """Return the number of this rank of the training job, from the sources that `world_size` reads."""
     distributed = _distributed()
     return int(_said("rank") or 0) if distributed is None else int(distributed.get_rank())
 
@@ -140,11 +130,8 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """Remove the shared memory that the DeepSpeed job with this port of its master rank has left in ``/dev/shm``.
-
-    DeepSpeed's CPU collectives allocate 66 MiB per rank there. No rank removes its memory, whether it ends
-    normally or is killed: a few hundred runs fill the machine's memory.
-    """
+    """Remove the shared memory that the DeepSpeed job with this port of its master rank has left in ``/dev/shm``."""
+    # DeepSpeed's CPU collectives allocate 66 MiB per rank there.
     for buffer in SHARED.glob(f"deepspeed_*_{port}_*"):
         buffer.unlink(missing_ok=True)
 

@@ -21,13 +21,11 @@ _NO_LIMIT = 2**60  # control groups version 1 write a huge number for "no limit"
 class Usable:
     """The memory and CPU cores that this process may use, shared by all ranks of the container.
 
+
     Attributes:
         memory_bytes: Host memory in NUMA nodes that have cores, at most the container's limit.
         free_bytes: The part of this memory that is free, or that the kernel can free.
         cores: Number of threads that can run at a time: `allowed_cores`, at most the CPU quota.
-        allowed_cores: Number of cores to which the scheduler confines this process.
-        machine_bytes: Host memory of the whole machine.
-        machine_cores: Number of cores of the whole machine.
         limit_bytes: The container's memory limit. None if there is none.
         quota: CPUs per second of wall time that the container may use. None if there is no quota.
     """
@@ -109,7 +107,6 @@ def _cache_bytes(path: Path, prefix: str) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control group and of its parents, each with whether it is of version 1."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         first = controller in controllers.split(",")

@@ -128,12 +128,12 @@ def host_update(
 
     The GIL is released. The result is bit-identical to DeepSpeed's CPU optimizer on ``grad.float() * scale``.
 
+
     Args:
         state: fp32 master parameters and the optimizer's moments, updated in place. All are flat, contiguous
             host tensors of the same length.
         grad: bf16, fp16 or fp32 gradient of the same length, which stays unchanged.
         out: bf16, fp16 or fp32 tensor for the new parameters, or None. It shares no memory with the others.
-        step: Hyperparameters of the step.
         scale: Factor that is first applied to the gradient in fp32 (unscale and clip).
         threads: Number of OpenMP threads. The result does not depend on it.
         tail: Number of last elements that DeepSpeed's scalar loop would update (`UpdateRule.tail`).
@@ -211,10 +211,7 @@ def _same_norm(sample: torch.Tensor, lanes: int) -> bool:
 
 
 def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> None:
-    """Compute ``a = b + 2 c`` on fp32 host tensors, so that the caller can measure DRAM bandwidth.
-
-    Each element takes 12 bytes of DRAM traffic, or 16 if a store first reads its cache line.
-    """
+    """Compute ``a = b + 2 c`` on fp32 host tensors, so that the caller can measure DRAM bandwidth."""
     _check_copy(a, b)
     load().ebbtide_triad(a.data_ptr(), b.data_ptr(), c.data_ptr(), 2.0, a.numel(), threads)
 

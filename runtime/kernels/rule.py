@@ -39,8 +39,8 @@ class UpdateRule(ABC):
 
     `ebbtide.runtime.kernels.rules` has the table of rules.
 
+
     Attributes:
-        name: Name of the rule and of its kernels.
         moments: Keys of torch's optimizer state apart from the fp32 master, in the kernels' order.
         unused: Keys of state that DeepSpeed keeps and saves but never changes.
         stock: Class name of the DeepSpeed optimizer whose results the rule reproduces bit by bit.
@@ -50,7 +50,6 @@ class UpdateRule(ABC):
         own_step: True if updates call the ``step()`` of the torch optimizer on the CPU. The optimizer then keeps its
             moments itself.
         spends: True if DeepSpeed's CPU op overwrites the last elements of the gradient (see `spent`).
-        vector_width: Vector width of DeepSpeed's compiled CPU op, in elements.
     """
 
     name: ClassVar[str]
@@ -132,29 +131,16 @@ class UpdateRule(ABC):
             )
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
-        """Return the bytes of host memory that an optimizer takes for state which a plan does not place.
-
-        Only an optimizer for which ebbtide has no update kernel has such state, because it allocates its own state. For
-        all other optimizers the result is 0.
-
-        Args:
-            master: Dtype of the masters.
-        """
+        """Return the bytes of host memory that an optimizer takes for state which a plan does not place."""
+        # Only an optimizer for which ebbtide has no update kernel has such state, because it allocates its own state.
         del sizes, master
         return 0
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return the values with which DeepSpeed's CPU op overwrites the end of an fp32 gradient.
-
-        While the op updates ``state`` with the gradient, its scalar loop overwrites the elements after the last full
-        vector. ebbtide leaves the gradient unchanged. It needs these values if DeepSpeed would apply the same gradient
-        again in a later step, or if other code reads the gradient. Only update rules with the attribute ``spends`` set
-        implement this method.
-
-        Args:
-            state: The end of the master and moments, before the update.
-            gradient: The end of the gradient, as the update used it.
-        """
+        """Return the values with which DeepSpeed's CPU op overwrites the end of an fp32 gradient."""
+        # While the op updates ``state`` with the gradient, its scalar loop overwrites the elements after the last full
+        # vector. ebbtide leaves the gradient unchanged. It needs these values if DeepSpeed would apply the same
+        # gradient again in a later step, or if other code reads the gradient.
         raise NotImplementedError
 
     @abstractmethod
@@ -168,22 +154,14 @@ class UpdateRule(ABC):
         """
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the arguments that only this optimizer's DeepSpeed op takes, as two tuples.
-
-        The first tuple is for the op's function ``create_NAME``, the second for ``NAME_update``. A rule without such an
-        op need not implement this method.
-        """
+        """Return the arguments that only this optimizer's DeepSpeed op takes, as two tuples."""
         raise NotImplementedError(f"{type(self).__name__} has no op of DeepSpeed's to compare with")
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
         """Set the update rule to its state after ``number`` optimizer steps, as if they had run in this process."""
 
     def forms(self) -> list[UpdateStep]:
-        """Return example hyperparameters for each variant of the update kernel that training may need.
-
-        With them, all variants can be compiled in advance. The variants differ in the form of weight decay: none, L2 or
-        decoupled.
-        """
+        """Return example hyperparameters for each variant of the update kernel that training may need."""
         steps = [copy.deepcopy(self).step(group, 1) for _, group in self.trials]
         return list({step.variant: step for step in steps}.values())
 
@@ -232,9 +210,9 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
 def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
     """Return whether an update rule and DeepSpeed's CPU op give identical bits in a test on random tensors.
 
+
     Args:
         width: Vector width of the op that the rule assumes, in elements.
-        lengths: Number of elements of each subgroup in the test.
     """
     ours = [_telling(rule, group, length) for length in lengths]
     theirs = [[tensor.clone() for tensor in state] for state, _ in ours]

@@ -8,8 +8,8 @@ import numpy as np
 class UpdateStep(Protocol):
     """The hyperparameters of one optimizer step for one parameter group, ready for the update kernels.
 
+
     Attributes:
-        kernel: Name of the optimizer's update rule, which selects the kernel.
         variant: Form of weight decay: none, L2 or decoupled.
     """
 

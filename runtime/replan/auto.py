@@ -182,9 +182,6 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
 
 
 def _agreed(mine: Workload, session: Session) -> Workload:
-    """Return this rank's measured workload, with the medians over ranks of its times, and with the clip rate that was
-    counted in training.
-    """
     nodes, ranks = nodes_and_ranks()
     own = mine.forward_s, mine.backward_s, mine.step_gather_s, mine.step_issue_s
     *passes, gather_s, issue_s = (statistics.median(seconds) for seconds in zip(*gathered(own), strict=True))

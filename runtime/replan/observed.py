@@ -108,8 +108,8 @@ def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
 class _Group:
     """Parameters of one part of the model, such as a block, that lie next to each other in the subgroups.
 
+
     Attributes:
-        unit: Name of the part of the model.
         begin: Position of the group's first element, counted over all subgroups.
         elements: Number of elements of the parameters and of the padding after them.
         places: For each parameter, the subgroup that it lies in and the position of its first element there.
@@ -124,11 +124,6 @@ class _Group:
 
 
 def _groups(engine: TrainingEngine) -> list[_Group]:
-    """Return the engine's parameters in groups. A group has consecutive parameters of one part of the model, such as a
-    block.
-
-    Groups, and the parameters in a group, are in the order of their positions in the subgroups.
-    """
     sizes, slices, units = engine.sizes(), engine.slices(), engine.units()
     begins = [0, *accumulate(sizes)]
     found = [_Group("", 0)]
@@ -159,10 +154,6 @@ def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload
     The speeds of a `Machine` are those of operations that run alone. The measured operations shared host memory with
     other operations and other ranks, and were slower. If no corrected speed gives the measured one, the measured speed
     itself is used.
-
-    Args:
-        rates: Measured speeds, by field name of `Machine`.
-        workload, plan: Workload and plan of the first training steps.
     """
     schedule = compile_schedule(build_schedule(workload, plan))
     for name, rate in rates.items():

@@ -32,10 +32,8 @@ def ranks_group() -> Iterator[Any]:
 
 
 def gathered_in(mine: Any, group: Any) -> list[Any]:
-    """Return the objects that the ranks of a process group pass in, as a list in the order of ranks.
-
-    This is a collective call.
-    """
+    """Return the objects that the ranks of a process group pass in, as a list in the order of ranks."""
+    # This is a collective call.
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine, group=group)
     return every
@@ -50,19 +48,15 @@ def gathered(mine: T) -> list[T]:
 
 
 def nodes_and_ranks() -> tuple[int, int]:
-    """Return the number of nodes of the training job, and the largest number of ranks on a node.
-
-    This is a collective call.
-    """
+    """Return the number of nodes of the training job, and the largest number of ranks on a node."""
+    # This is a collective call.
     hosts = gathered(socket.gethostname())
     return len(set(hosts)), max(map(hosts.count, hosts))
 
 
 def masks_of_this_host() -> list[list[int]]:
-    """Return the CPU cores that each rank on this host may use, as one list per rank, in the order of ranks.
-
-    This is a collective call.
-    """
+    """Return the CPU cores that each rank on this host may use, as one list per rank, in the order of ranks."""
+    # This is a collective call.
     host = socket.gethostname()
     every = gathered((host, sorted(allowed_cores())))
     return [cores for there, cores in every if there == host]

@@ -25,8 +25,8 @@ Move = Callable[[Block, int, int, Bounce], str]
 class BlockMover:
     """The open files of a store, one per drive, with the threads that read and write them. It is thread-safe.
 
+
     Attributes:
-        layout: The place of each block in the files.
         files: The files, in the order of the drives.
     """
 
@@ -39,20 +39,11 @@ class BlockMover:
         return ", ".join(str(file.path) for file in self.files)
 
     def read(self, subgroup: int, extent: int, into: Sequence[torch.Tensor], *, check: bool) -> list[str]:
-        """Read a subgroup's state from an extent (a region of the files on the drives) into the tensors ``into``.
-
-        Args:
-            check: True to return the hash of each tensor. Without it, the returned hashes have no meaning.
-        """
+        """Read a subgroup's state from an extent (a region of the files on the drives) into the tensors ``into``."""
         return self._move(subgroup, extent, into, self._readers, partial(self._read_block, check))
 
     def write(self, subgroup: int, extent: int, source: Sequence[torch.Tensor], *, own: bool) -> list[str]:
-        """Write a subgroup's tensors to an extent (a region of the drives' files). Return the hash of each tensor.
-
-        Args:
-            own: True if the tensors are memory-mapped from these files. Direct I/O cannot write from such memory, so
-                the tensors are first copied.
-        """
+        """Write a subgroup's tensors to an extent (a region of the drives' files). Return the hash of each tensor."""
         return self._move(subgroup, extent, source, self._writers, partial(self._write_block, own))
 
     def _move(

@@ -52,11 +52,7 @@ class ExtentFile(OutputFile):
         self.reserve()
 
     def check(self) -> None:
-        """Check that a file of optimizer state still exists and has at least the size that was reserved for it.
-
-        Raises:
-            StorageError: The file is missing or too short.
-        """
+        """Check that a file of optimizer state still exists and has at least the size that was reserved for it."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < self._size:
             raise self._cut_short(size)

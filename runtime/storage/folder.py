@@ -169,11 +169,7 @@ class Folders:
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """Return the path of one of the files of a rank's store of optimizer state.
-
-    Args:
-        kind: Kind of the file: `EXTENTS`, `STORE` or `STEPS`.
-    """
+    """Return the path of one of the files of a rank's store of optimizer state."""
     return directory / f"rank_{rank:05d}.{kind}"
 
 

@@ -18,10 +18,7 @@ from ebbtide.runtime.storage.pages import read_checkpoint_page, stored_pages
 
 
 def list_checkpoints(directory: str | Path) -> list[Entry]:
-    """Return the checkpoints of a folder, newest first.
-
-    The status of a checkpoint also tells if its optimizer state on a drive is missing.
-    """
+    """Return the checkpoints of a folder, newest first."""
     found = inspect.list_checkpoints(directory)
     return [replace(e, status=missing_state(Path(directory) / e.tag) or e.status) for e in found]
 

@@ -31,9 +31,8 @@ class Layout:
     first subgroup come first, then those of the next. An extent has the subgroup's tensors one after the other, each
     padded to `ALIGNMENT` bytes. These bytes are divided among the drives in proportion to ``weights``.
 
+
     Args:
-        sizes: Bytes of each tensor, by subgroup.
-        weights: Bandwidths of the drives, in any unit.
         extents: Number of extents per subgroup.
     """
 
@@ -55,8 +54,6 @@ class Layout:
     def with_more(self, sizes: Mapping[int, Sequence[int]]) -> Layout:
         """Return a layout of optimizer state on drives with further subgroups, placed after the subgroups of this
         layout.
-
-        The offsets in the drives' files stay the same for all subgroups of this layout.
         """
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
@@ -77,13 +74,7 @@ class Layout:
         return [end - begin for begin, end in pairwise(self.cuts(subgroup))]
 
     def start(self, drive: int, subgroup: int, extent: int) -> int:
-        """Return the byte offset in a drive's file at which the drive's part of an extent begins.
-
-        An extent is a region of the drives that holds the state of one subgroup after one step.
-
-        Args:
-            extent: Index of the extent among the subgroup's extents.
-        """
+        """Return the byte offset in a drive's file at which the drive's part of an extent begins."""
         return self._starts[subgroup][drive] + extent * self.shares(subgroup)[drive]
 
     def blocks(self, subgroup: int) -> Iterator[Block]:

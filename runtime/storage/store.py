@@ -42,15 +42,14 @@ class ExtentStore:
     A committed version is called a step. A checkpoint calls `prepare`, which commits a version and keeps all earlier
     steps. When the checkpoint itself has been committed, `settle` drops the oldest steps beyond ``keep``.
 
+
     Args:
-        sizes: Bytes of each subgroup's master and moments.
         keep: Number of steps to keep on the drives. Each subgroup also has space for one version that is not committed
             yet.
         depth: Number of threads per drive and direction.
         block_bytes: Bytes that are moved and hashed at a time, a multiple of 4096.
         verify_reads: If True, every read is compared with the hash taken while writing.
         deadline_s: Seconds without progress after which a drive counts as hanging.
-        stands, protects: See `Retention`.
 
     Raises:
         StorageError: Space is missing, another run uses the directories, or they hold steps of another layout or world
@@ -125,9 +124,7 @@ class ExtentStore:
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial state to the drives. Return memory-mapped tensors, which always show the
-        subgroup's latest state on the drives.
-        """
+        """Write a subgroup's initial state to the drives."""
         self.write(subgroup, tensors, self._versions.due)
         return self.view(subgroup)
 
@@ -280,15 +277,9 @@ class ExtentStore:
             return self._versions.tick()
 
     def announce(self, subgroups: Collection[int] = ()) -> int:
-        """Protect the latest version of the optimizer state on the drives, so that no update overwrites it. Return the
-        version's number.
-
-        The protection ends when the version is committed or abandoned. Call this before the next update is launched. It
-        never blocks.
-
-        Args:
-            subgroups: Subgroups that belong to the version. Empty selects all.
-        """
+        """Protect the latest version of the optimizer state on the drives, so that no update overwrites it."""
+        # The protection ends when the version is committed or abandoned. Call this before the next update is launched.
+        # It never blocks.
         with self._condition:
             return self._versions.announce(subgroups)
 
@@ -306,9 +297,8 @@ class ExtentStore:
         Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
         so call it on a thread that may block.
 
+
         Args:
-            version: Number of the version, as returned by `announce`.
-            step: Number of optimizer steps done.
             name: Unique name under which the version can be restored.
 
         Raises:
@@ -331,8 +321,8 @@ class ExtentStore:
         this method returns, the new list of kept steps is durable, so that dropped state cannot come back after a power
         loss. Only then may the regions of dropped state be overwritten.
 
+
         Args:
-            name: Name that was given to `prepare`.
             committed: True to keep the state, because the checkpoint was committed. False to drop it.
 
         Raises:
@@ -363,9 +353,6 @@ class ExtentStore:
     def unclaimed(self) -> tuple[int, ...]:
         """Return the step numbers of the checkpoints that an earlier run left on the drives and that this run would
         overwrite.
-
-        As long as there are any, no update may start. The result is empty once this run has resumed from one of these
-        checkpoints (`restore`).
         """
         return tuple(self._versions.unclaimed)
 
@@ -417,9 +404,6 @@ class ExtentStore:
     # -- all
 
     def close(self) -> None:
-        """Stop the store's threads and release its directories for other runs.
-
-        Tensors from `view` stay readable.
-        """
+        """Stop the store's threads and release its directories for other runs. Tensors from `view` stay readable."""
         self._blocks.close()
         self._folders.close()

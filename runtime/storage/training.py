@@ -154,12 +154,7 @@ class StoredStep:
 
 
 def checkpoint_of(record: StepRecord) -> Path:
-    """Return the path of a checkpoint's folder. The folder may have been deleted.
-
-    Args:
-        record: Entry of the checkpoint in the list of committed steps, which the drives hold together with the
-            checkpoint's optimizer state. The entry contains the path.
-    """
+    """Return the path of a checkpoint's folder. The folder may have been deleted."""
     return Path(json.loads(record.data)["checkpoint"])
 
 

@@ -13,13 +13,12 @@ from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord
 class Extents:
     """The extents of one subgroup: the regions of the drives that hold its state.
 
+
     Attributes:
         versions: Version of the state in each extent. None if the extent is empty or partly written.
-        hashes: Hashes of each extent's tensors.
         live: The extent written last. -1 if none.
         unchecked: True if the hashes of the live extent must still be compared: at the next read, or before other code
             uses the store's memory-mapped tensors of the subgroup.
-        reads: Number of reads in progress.
     """
 
     versions: list[int | None]
@@ -29,11 +28,7 @@ class Extents:
     reads: int = 0
 
     def holding(self, announced: Announced) -> int | None:
-        """Return the index of the extent that holds this subgroup's state in the version ``announced``.
-
-        This version is to be committed. An extent is a region of the drives for the state of one subgroup. The result
-        is None if the subgroup's state in this version is not written yet.
-        """
+        """Return the index of the extent that holds this subgroup's state in the version ``announced``."""
         held = {v: e for e, v in enumerate(self.versions) if v is not None}
         newest = max((v for v in held if v <= announced.version), default=-1)
         return held[newest] if newest >= announced.due else None
@@ -46,10 +41,10 @@ class Announced:
     Writes of subgroups' state are numbered in ascending order. For each subgroup, the version contains the newest write
     with a number from ``due`` to ``version``. If a subgroup has no such write yet, the commit waits for one.
 
+
     Attributes:
         version: Number of this version, and highest number of a write that belongs to it.
         due: Lowest number of a write that belongs to this version. State from an earlier write is too old.
-        subgroups: Subgroups that belong to this version.
     """
 
     version: int
@@ -61,8 +56,8 @@ class Announced:
 class Retention:
     """The rule that selects which committed optimizer state stays on the drives. It selects the state by training step.
 
+
     Attributes:
-        keep: Number of training steps whose state stays.
         stands: Function that returns whether the checkpoint of a step exists. It does not exist if the run was killed
             before the checkpoint's commit, or if the checkpoint was deleted.
         protects: Function that returns True for a step whose state is to stay longer than the state of newer steps, for
@@ -94,11 +89,9 @@ class Versions:
     committed version is called a step. An extent is a region of the drives for one subgroup's state in one version.
     This class uses neither threads nor files. The caller must not call its methods concurrently.
 
+
     Attributes:
         extents: Number of extents per subgroup.
-        subgroups: The extents of each subgroup.
-        steps: The committed steps, newest first.
-        announced: The versions that are being committed, by number.
         unclaimed: Numbers of training steps. For each of them, an earlier run left a checkpoint with its state on the
             drives. Empty once this run has restored one of these checkpoints.
         adopted: Subgroups that were restored since the last call of `ExtentStore.take_adopted`.
@@ -124,31 +117,17 @@ class Versions:
         self.subgroups |= {s: Extents([None] * self.extents, [[]] * self.extents) for s in subgroups}
 
     def tick(self) -> int:
-        """Begin a new version of the optimizer state on drives, and return its number.
-
-        The state of every subgroup will be written for this version.
-        """
+        """Begin a new version of the optimizer state on drives, and return its number."""
         self.due = self._clock = self._clock + 1
         return self._clock
 
     def announce(self, subgroups: Collection[int]) -> int:
-        """Protect the latest version of the state on drives from being overwritten. Return the version's number.
-
-        The protection ends when the version is committed or abandoned.
-
-        Args:
-            subgroups: Subgroups that belong to the version. Empty selects all.
-        """
+        """Protect the latest version of the state on drives from being overwritten. Return the version's number."""
         self.announced[self._clock] = Announced(self._clock, self.due, frozenset(subgroups or self.subgroups))
         return self._clock
 
     def begin(self, version: int | None) -> int:
-        """Return the version number for a write of a subgroup's optimizer state to the drives.
-
-        Args:
-            version: Number of the version that the write belongs to. This number is returned. If it is None, the write
-                begins a new version, and the new version's number is returned.
-        """
+        """Return the version number for a write of a subgroup's optimizer state to the drives."""
         self._clock = max(self._clock, version or 0) + (version is None)
         return self._clock if version is None else version
 
@@ -199,10 +178,8 @@ class Versions:
         ]
 
     def not_passed_over(self) -> list[StepRecord]:
-        """Return the committed steps of the optimizer state on drives, without those that a restore has skipped.
-
-        If training has resumed from one of the steps, the steps that were newer at that time are left out.
-        """
+        """Return the committed steps of the optimizer state on drives, without those that a restore has skipped."""
+        # If training has resumed from one of the steps, the steps that were newer at that time are left out.
         return [s for s in self.steps if s.name not in self.passed_over]
 
     def restore(self, record: StepRecord) -> None:

@@ -23,8 +23,8 @@ VARIABLE = "EBBTIDE_VERIFY"
 class Job:
     """The settings of `tune verify` that every process of a recorded training run gets.
 
+
     Attributes:
-        folder: Folder for the ranks' files.
         side: The run: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or ``no-offload``.
         steps: Number of optimizer steps, after which the process ends.
         seed: Seed of the random generators that a script does not seed itself.
@@ -47,10 +47,10 @@ def current_job() -> Job:
 class Piece:
     """A part of one named tensor of the training state, as a flat view.
 
+
     Attributes:
         name: ``NAME`` for a parameter as the model computes with it, ``NAME/fp32`` for its master.
         values: Elements ``start`` to ``start + len(values)`` of the flattened tensor.
-        total: Number of elements of the whole tensor.
     """
 
     name: str
@@ -63,9 +63,6 @@ class Lines:
     """The file that one rank writes in a run of `tune verify`: one line of JSON per optimizer step.
 
     Each line is flushed to the operating system.
-
-    Attributes:
-        steps: Number of optimizer steps written.
     """
 
     def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
@@ -75,11 +72,7 @@ class Lines:
         self._write({"rank": rank, **about})
 
     def step(self, pieces: Iterable[Piece], **scalars: Any) -> None:
-        """Write one line with the digests of the training state after one more step. The first call writes step 0.
-
-        Args:
-            scalars: Further numbers of the step, such as the loss.
-        """
+        """Write one line with the digests of the training state after one more step. The first call writes step 0."""
         tensors = {piece.name: self._digest(piece) for piece in pieces}
         self.steps += 1
         self._write({"step": self.steps, **scalars, "tensors": tensors})

@@ -16,13 +16,7 @@ _watching: "list[_Watch]" = []
 
 
 def watch(done: Callable[[], None]) -> None:
-    """Start to record losses, gradient norms and parameters for `tune verify`, in training without DeepSpeed.
-
-    If the process has several torch optimizers, only the steps of the one that steps first are recorded.
-
-    Args:
-        done: Function to call after the last recorded step.
-    """
+    """Start to record losses, gradient norms and parameters for `tune verify`, in training without DeepSpeed."""
     if not _watching:
         _watching.append(_Watch(current_job(), done))
 

@@ -116,7 +116,6 @@ def initialize(
 def _for_engine(
     config: dict[str, Any], plan: Plan | None, storage: Path | None, optimizer: Any, model: Any
 ) -> tuple[dict[str, Any], Plan | None]:
-    """Return a config as DeepSpeed gets it under a plan, and the plan with the config's folder on a drive."""
     config = for_a_plan(config)
     zero = config["zero_optimization"]
     # PyTorch's allocator of pinned memory rounds up to powers of two, and never releases memory. `attach` page-locks
@@ -226,7 +225,6 @@ def attach(
 
 
 def _checked_plan(plan: Plan, engine: Any, rule: UpdateRule) -> tuple[Plan, int]:
-    """Return the plan that an engine can run, and the number of elements of a subgroup."""
     optimizer = engine.optimizer
     private.check_members(optimizer)
     size = planned_size(plan, optimizer, rule)
@@ -302,11 +300,6 @@ def switch_plan(engine: Any, plan: Plan) -> None:
 
 
 def _monitor_steps(engine: Any, session: Session) -> None:
-    """Send the measured and the predicted seconds of a step to the engine's monitor, if it has one.
-
-    They are sent every `MONITOR_PERIOD_STEPS` steps. Steps under a temporary plan do not count (see
-    `Session.set_aside`).
-    """
     if not engine.monitor.enabled:
         return
     held, steps = weakref.proxy(engine), itertools.count(1)
@@ -325,7 +318,6 @@ def _monitor_steps(engine: Any, session: Session) -> None:
 
 
 def _tell_steps(session: Session) -> None:
-    """Log the measured and the expected seconds of an iteration after 10, 100 and 1000 steps under the same plan."""
     told, steps = session.plan, 0
 
     def on_step() -> None:
@@ -363,12 +355,9 @@ def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overla
 
 
 def _keep_flowing(engine: Any) -> None:
-    """Stop DeepSpeed's `ThroughputTimer` from synchronizing the GPU, until the engine is destroyed.
-
-    The timer synchronizes twice per step, which prevents all overlap of updates with forward. Without synchronization,
-    the timer's samples per second come from the host's clock, and are wrong for the first steps only. ZeRO still waits
-    for the end of backward and for the gradient norm, but updates need both anyway.
-    """
+    # The timer synchronizes twice per step, which prevents all overlap of updates with forward. Without
+    # synchronization, the timer's samples per second come from the host's clock, and are wrong for the first steps
+    # only. ZeRO still waits for the end of backward and for the gradient norm, but updates need both anyway.
     timer = getattr(engine, "tput_timer", None)
     if timer is None or not getattr(timer.config, "synchronized", False):
         return

@@ -67,15 +67,9 @@ class CollectiveGathers:
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set the precision of the next gathers of small parameters to the precision that stock DeepSpeed would use.
-
-        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision, and keeps them
-        gathered. If they are not gathered yet, forward gathers them, in the precision of ``torch_autocast``.
-
-        Args:
-            stay: True for the parameters' own precision, because stock DeepSpeed would have the small parameters
-                gathered already. False for the precision of ``torch_autocast``.
-        """
+        """Set the precision of the next gathers of small parameters to the precision that stock DeepSpeed would use."""
+        # After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision, and keeps them
+        # gathered.
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()
         # If stock DeepSpeed gathers them in forward, it notes which of them a module reads from another module.
@@ -129,9 +123,6 @@ class CollectiveGathers:
         """Launch the gathers of parameters that DeepSpeed requests for a module that begins. Delay others.
 
         Return handles through which DeepSpeed waits for the parameters.
-
-        Args:
-            gather: DeepSpeed's own gather for any of these parameters.
         """
         # Without streams, the calling thread itself would wait for the copy to the GPU.
         may_run_ahead = executor.device.unified or bool(executor.device.training_streams())
@@ -154,13 +145,6 @@ class CollectiveGathers:
             self._launch(list(self._waiting))
 
     def _launch(self, params: list[Any], *, due: bool = False) -> None:
-        """Launch the gathers of parameters that wait: one for all, except those that DeepSpeed gathers in its own ways
-        (quantized, or from a secondary partition).
-
-        Args:
-            due: True if DeepSpeed waits for these parameters at once, because their module begins. Only then do small
-                parameters that DeepSpeed has not requested come with them: it has no handle to wait for them.
-        """
         groups: dict[Any, list[_Gathering]] = {}
         for param in params:
             gathering = self._waiting[param]
@@ -169,7 +153,6 @@ class CollectiveGathers:
             self._launch_together(group + (self._small_beside(group) if due and key is None else []))
 
     def _small_beside(self, group: list["_Gathering"]) -> list["_Gathering"]:
-        """Return the gatherings of the other small parameters of a group's subgroups, once after each step."""
         of, ask = self._partitions.subgroup_of, group[0].ask
         subgroups = {of.get(g.param.ds_id) for g in group} | {None}
         missing = [p for s in subgroups & self._apart for p in self._small[s] if private.is_plain(p)]

@@ -10,13 +10,7 @@ Cut = tuple[int, int, int]  # (parameter group, offset in its partition, number 
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
-    """Divide each parameter group's ZeRO partition into subgroups of about ``subgroup_size`` elements.
-
-    Return a list of (group, offset in the group, number of elements), with one entry per subgroup.
-
-    Args:
-        partitions: Number of elements of each parameter group's partition.
-    """
+    """Divide each parameter group's ZeRO partition into subgroups of about ``subgroup_size`` elements."""
     return _in_a_row(cut_flat([elements], subgroup_size) for elements in partitions)
 
 
@@ -29,14 +23,7 @@ def _in_a_row(groups: Iterable[list[int]]) -> list[Cut]:
 
 
 def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
-    """Divide each group of parameters into subgroups of at least ``subgroup_size`` elements. No parameter is divided.
-
-    Return a list of (group, offset in the group, number of elements), with one entry per subgroup. The last subgroup of
-    a group may be smaller than ``subgroup_size``.
-
-    Args:
-        groups: Number of elements of each group's parameters, in order.
-    """
+    """Divide each group of parameters into subgroups of at least ``subgroup_size`` elements."""
     return _in_a_row(pieces_of(parameters, subgroup_size) for parameters in groups)
 
 

@@ -28,9 +28,7 @@ class Partitions:
         }
 
     def subgroups(self, params: Iterable[Any]) -> list[int]:
-        """Return the subgroups that the given parameters belong to, in ascending order. Frozen parameters belong to
-        none.
-        """
+        """Return the subgroups that the given parameters belong to, in ascending order."""
         ids = {param.ds_id for param in params}
         return sorted({self.subgroup_of[i] for i in ids if i in self.subgroup_of})
 
@@ -91,11 +89,7 @@ class Fetch:
     """The handle of a parameter being copied to the GPU. DeepSpeed waits for the copy when the module begins."""
 
     def __init__(self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device) -> None:
-        """Create the handle of a parameter that is being copied to the GPU.
-
-        Args:
-            tensor: GPU tensor that holds the parameter once all operations in ``ends`` have ended.
-        """
+        """Create the handle of a parameter that is being copied to the GPU."""
         self._param, self._tensor, self._ends = param, tensor, ends
         self._device = device
 

@@ -114,11 +114,7 @@ class Gathers:
                 parameter.data = stand_in
 
     def show_anew(self) -> None:
-        """Make gathered parameters use the new memory of their partitions, after the partitions have moved.
-
-        This is needed on a single rank, where a gathered parameter can share memory with its partition. On several
-        ranks, gathered parameters are copies, and nothing is done.
-        """
+        """Make gathered parameters use the new memory of their partitions, after the partitions have moved."""
         if self._optimizer.partition_count == 1:
             self._show_anew()
         self.moved = False
@@ -156,9 +152,8 @@ class Gathers:
                 parameter.data = stand_in.new_empty(0)
 
     def show_persistent(self) -> None:
-        """Gather the small parameters that stock DeepSpeed keeps gathered between steps. All ranks must call this
-        method.
-        """
+        """Gather the small parameters that stock DeepSpeed keeps gathered between steps."""
+        # All ranks must call this method.
         private.gather(self._optimizer.persistent_parameters)
 
     def _before(self, params: Iterable[Any]) -> None:
@@ -172,13 +167,9 @@ class Gathers:
         self.views.gathered(params)
 
     def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> Fetches | None:
-        """Start to make the given ZeRO-3 parameters available in GPU memory: by a copy on a single rank, by a gather on
-        several ranks.
-
-        Return handles to wait for. This method itself does not wait for updates of the parameters, because DeepSpeed
-        also requests parameters that only later modules need. Return None if DeepSpeed has to gather the parameters
-        itself, immediately.
-        """
+        # Return handles to wait for. This method itself does not wait for updates of the parameters, because DeepSpeed
+        # also requests parameters that only later modules need. Return None if DeepSpeed has to gather the parameters
+        # itself, immediately.
         own = self._optimizer._ebbtide
         if own.closed:
             return None

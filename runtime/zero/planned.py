@@ -73,7 +73,6 @@ class PlannedZero:
         super().reduce_ready_partitions_and_remove_grads(param, *group)  # type: ignore[misc]
 
     def _places(self, param: Any) -> list[Place]:
-        """Return the parts of this rank's subgroups that a parameter's gradient fills."""
         raise NotImplementedError
 
     def any_rank(self, flag: bool) -> bool:
@@ -106,7 +105,6 @@ class PlannedZero:
 
     @property
     def _cuts(self) -> list[Cut]:
-        """Return each subgroup's place in DeepSpeed's fp32 tensors."""
         raise NotImplementedError
 
     def sizes(self) -> tuple[int, ...]:
@@ -151,13 +149,9 @@ class PlannedZero:
         return first
 
     def _subgroups_of(self, param: Any) -> list[int]:
-        """Return the subgroups of this rank that hold parts of a parameter. Unlike `_places`, this can be asked before
-        there is a session.
-        """
         raise NotImplementedError
 
     def _trained(self) -> list[Any]:
-        """Return the parameters that the optimizer trains, in DeepSpeed's order."""
         raise NotImplementedError
 
     def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
@@ -301,7 +295,6 @@ class PlannedZero:
             super().destroy()  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Remove ebbtide's wrappers from DeepSpeed's objects."""
         for hook in self._hooks:
             hook.remove()
         if self._flat is not None:

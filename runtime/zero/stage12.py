@@ -133,7 +133,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return torch.cat([sums.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        """End the accumulation of micro-batches at ``step()``, if the script and not DeepSpeed decides when it ends."""
         for group, params in enumerate(self.params_in_partition):
             for param in params:
                 key = self.get_param_id(param)
@@ -160,10 +159,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
         """Check all elements of a gradient for infinity and NaN, and record the result on the GPU. Elements that other
         ranks own are checked too, as in stock DeepSpeed.
-
-        Stock DeepSpeed copies the result of each check to the host immediately. Here `has_overflow` reads the results
-        of all checks together.
         """
+        # Stock DeepSpeed copies the result of each check to the host immediately.
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))
 
@@ -285,7 +282,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return [place.subgroup for place in self._places(param)]
 
     def _shown(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield each parameter with its part of DeepSpeed's flat buffer."""
         flats = self.__dict__["bit16_groups_flat"]
         tables = self.round_robin_bit16_groups, self.round_robin_bit16_meta, self.round_robin_bit16_offsets
         for flat, *columns in zip(flats, *tables, strict=True):
@@ -305,9 +301,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._settle_parameters()
 
     def _link_all_hp_params(self) -> None:
-        """Make DeepSpeed's links from parameters to their optimizer state anew. Access through the links
-        waits for running updates.
-        """
+        # Access through the links waits for running updates.
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
         # An optimizer that runs its own step creates its moments in its first step.
@@ -356,10 +350,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return gated
 
     def _get_offload_gradient_dict(self) -> None:
-        """Do nothing where DeepSpeed would make views of the fp32 gradients of all parameters.
-
-        `_with_gradient` makes the gradient of one parameter when it is accessed.
-        """
         for group, params in enumerate(self.params_in_partition):
             self.offload_gradient_dict[group] = [None] * len(params)
 

@@ -82,12 +82,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return gradients
 
     def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
-        """Make the sum of a parameter's micro-batch gradients the gradient of the next update, and store the norm of
-        this sum.
-
-        DeepSpeed calls this method at ``step()`` if the training script, and not DeepSpeed, decides which micro-batch
-        is the last one of a step.
-        """
+        # DeepSpeed calls this method at ``step()`` if the training script, and not DeepSpeed, decides which micro-batch
+        # is the last one of a step.
         total = self._windows.finish(self._piece(param))
         (self.norm_for_param_grads[self.get_param_id(param)],) = _norms([total.to(grad_buffer.device)])
 
@@ -169,12 +165,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """Finish the step. If the plan does not overlap updates with forward, gather the small parameters, as stock
-        DeepSpeed always does here.
-
-        If the plan overlaps updates with forward, the first code that reads the small parameters gathers them. A gather
-        at the end of the step would wait for every update, because small parameters belong to many subgroups.
-        """
+        # If the plan does not overlap updates with forward, gather the small parameters, as stock DeepSpeed always does
+        # here. If the plan overlaps updates with forward, the first code that reads the small parameters gathers them.
+        # A gather at the end of the step would wait for every update, because small parameters belong to many
+        # subgroups.
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
         self._gathers.together.stay_gathered(True)
@@ -185,12 +179,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     # -- readers and writers -----------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until every update has ended, and gather the small ZeRO-3 parameters. Raise errors of background
-        updates.
-
-        After a step, small parameters may hold NaN until they are gathered, because their updates run in the
-        background. With several ranks, all ranks must call this method.
-        """
+        """Wait until every update has ended, and gather the small ZeRO-3 parameters."""
+        # Raise errors of background updates. After a step, small parameters may hold NaN until they are gathered,
+        # because their updates run in the background. With several ranks, all ranks must call this method.
         self.publish()
         self._gathers.show_persistent()
 
@@ -411,7 +402,6 @@ def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
 
 
 def _norms(gradients: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Return the 2-norms of gradients in float64, each with the bits that DeepSpeed computes."""
     if not gradients:
         return ()
     if all(gradient.numel() <= 250_000_000 for gradient in gradients):

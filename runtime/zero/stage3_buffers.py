@@ -22,8 +22,8 @@ from ebbtide.runtime.zero.windows import ZeroSlice
 class Pieces:
     """The position of each ZeRO-3 parameter in the plan's subgroups, which may be parts of DeepSpeed's subgroups.
 
+
     Attributes:
-        cuts: For each subgroup: (DeepSpeed's subgroup, offset in it, number of elements).
         places: For each parameter id: (subgroup, offset in it, number of elements).
         whole: True if the plan's subgroups are DeepSpeed's own.
         apart: One tensor of parameters for each of the plan's subgroups, or an empty list. The list is empty while all
@@ -56,9 +56,8 @@ class Pieces:
             yield param, *self.places[self._optimizer.get_param_id(param)][1:]
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
-        """Return the flat tensor of a subgroup's parameters on this rank. None if DeepSpeed's NVMe swapper
-        holds the parameters.
-        """
+        """Return the flat tensor of a subgroup's parameters on this rank."""
+        # None if DeepSpeed's NVMe swapper holds the parameters.
         if self.apart:
             return self.apart[subgroup]
         return self._flat()[subgroup] if self.whole else self._part(self.cuts[subgroup])

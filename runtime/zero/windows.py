@@ -115,9 +115,8 @@ class Windows(GradientBuffers[ZeroSlice]):
             arrival.wait_host()
 
     def sum_so_far(self, piece: ZeroSlice) -> torch.Tensor:
-        """Wait for gradient copies in progress, and return the gradient sum to which the next micro-batch is added.
-        The caller must not write to the sum.
-        """
+        """Wait for gradient copies in progress, and return the gradient sum to which the next micro-batch is added."""
+        # The caller must not write to the sum.
         self._wait_arrived(piece)
         return self._sum_so_far(piece, piece.elements)
 
@@ -147,11 +146,9 @@ class Windows(GradientBuffers[ZeroSlice]):
         return spare
 
     def make_spares(self) -> None:
-        """Allocate spare gradient buffers, except for subgroups with gradients that are summed in GPU memory.
-
-        A spare buffer holds the previous step's gradient while the gradients of the next step's micro-batches are
-        summed. Sums in GPU memory do not overwrite the previous step's gradient.
-        """
+        """Allocate spare gradient buffers, except for subgroups with gradients that are summed in GPU memory."""
+        # A spare buffer holds the previous step's gradient while the gradients of the next step's micro-batches are
+        # summed. Sums in GPU memory do not overwrite the previous step's gradient.
         for state in self.states:
             if state.sum is None:
                 self._spare(state.index)
@@ -173,8 +170,8 @@ class Windows(GradientBuffers[ZeroSlice]):
         The caller has already moved the gradient buffers' content to the new plan's tensors. This method moves the
         gradients that are outside of the gradient buffers, such as those of earlier steps (see `ZeroSlice`).
 
+
         Args:
-            states: Tensors of each subgroup under the new plan.
             ops: Operations that copy gradients under the new plan.
         """
         for piece in self.slices.values():

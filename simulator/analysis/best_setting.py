@@ -30,9 +30,9 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 class Simulated:
     """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at ratio 0.3.
 
+
     Attributes:
         setting: Options that were passed to `build_strategy`.
-        memory_of: Function that returns `memory`.
         lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
     """
 
@@ -48,11 +48,7 @@ class Simulated:
 
     @cached_property
     def memory(self) -> ByKind:
-        """Return the peak of each memory under a simulated offloading strategy.
-
-        Returns:
-            By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
-        """
+        """Return the peak of each memory under a simulated offloading strategy."""
         return self.memory_of()
 
     def told(self, between: str = " ") -> str:
@@ -71,9 +67,9 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
     If the workload has more than `BUILT` micro-batches, and its strategy permits, only so many are built, and the last
     but one of them is repeated. The result is the same, except that it then has no op objects.
 
+
     Args:
         name: Name of the strategy, such as "zero3_offload".
-        options: Options of the strategy, as for `build_strategy`.
     """
     micro = workload.gradient_accumulation_steps
     # A measured time of copies covers a whole step and is divided by the number of micro-batches, so it needs all of
@@ -101,14 +97,6 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Simulate an offloading strategy with each of the given settings, and return the fastest simulation that fits
-        into memory.
-
-        If no simulation fits into memory, return the one that needs the least additional memory.
-
-        Args:
-            settings: Sets of options for the strategy, such as different ratios of Twin-Flow.
-        """
         return min(map(self._run, settings), key=self._rank)
 
     def _rank(self, one: Simulated) -> tuple[bool, float]:

@@ -30,9 +30,9 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # allowance for the solver's tolerances: rela
 class Bound:
     """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach it.
 
+
     Attributes:
         iteration_s: The bound, in mean seconds of an iteration in a steady state.
-        params: Number of this rank's parameters with each placement, if the bound were reached.
         binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth. The suffix
             ``(update)`` marks a resource that updates and their copies keep busy during all of the time that they have.
             This time starts when the gradient norm is known or, if some of the work can be done earlier, at the end of
@@ -98,16 +98,11 @@ def rough_bound_s(workload: Workload, machine: Machine, limits: Limits) -> float
 
 
 def _updates_early(workload: Workload, machine: Machine) -> bool:
-    """Return True if plans may start updates before the gradient norm is known."""
     return workload.zero_stage > 1 and not machine.unified_memory
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:
-    """Return the linear program for the lower bound of the time of an iteration that clips no gradients.
-
-    Args:
-        early: True if plans may start updates before the gradient norm is known.
-    """
+    """Return the linear program for the lower bound of the time of an iteration that clips no gradients."""
     return _with_rules(Problem(workload, machine, limits, _ways(workload, machine, limits, early=early)))
 
 
@@ -154,11 +149,6 @@ def _ways(workload: Workload, machine: Machine, limits: Limits, *, early: bool) 
 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
-    """Return a lower bound of an iteration's time that counts waits for the network, but no time for updates.
-
-    The linear program of `lower_bound` leaves out these waits, so `lower_bound` returns the larger of both
-    times. The result is 0 if the workload uses no network.
-    """
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
     if not (workload.network_step_gather_bytes or any(over_network)):
         return 0.0

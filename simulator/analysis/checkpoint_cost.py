@@ -41,10 +41,7 @@ class _Run:
         return float(self.result.end_s[saves[0]])
 
     def norm_s(self) -> float:
-        """Return the seconds from a checkpoint save to the gradient norm of the next iteration.
-
-        Updates of that iteration, which overwrite state, begin after the norm.
-        """
+        # Updates of that iteration, which overwrite state, begin after the norm.
         return float(self.result.end_s[self.of(OpKind.NORM, iteration=LEAD_IN)[0]]) - self.save_s()
 
     def backward_end_s(self, iteration: int) -> float:
@@ -57,24 +54,15 @@ class _Run:
         return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
 
     def persist_rate(self) -> float:
-        """Return the bytes per second at which a simulated checkpoint is written before the next gradient norm is
-        known.
-
-        Only writes that end before the norm count. If there are none, the result is infinity. After the norm, updates
-        begin to overwrite state. `CheckpointSimulation.writing` uses the result to plan which state is written before
-        its update, and limits it to the drive's speed and to the plan's limit for checkpoint writes.
-        """
+        # If there are none, the result is infinity. After the norm, updates begin to overwrite state.
+        # `CheckpointSimulation.writing` uses the result to plan which state is written before its update, and limits it
+        # to the drive's speed and to the plan's limit for checkpoint writes.
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
         busy_s = sum(float(self.result.end_s[i] - self.result.start_s[i]) for i in early)
         return sum(self.ops[i].work for i in early) / busy_s if busy_s else math.inf
 
     def hooks_s(self) -> tuple[float, ...]:
-        """Return the times, in seconds from a save on, at which a layer's forward begins or its backward ends.
-
-        At these times the runtime starts copying the next part of the state in GPU memory to the host for the
-        checkpoint.
-        """
         save_s, layers = self.save_s(), max(op.layer for op in self.ops) + 1
         forwards = self.of(OpKind.FORWARD, iteration=LEAD_IN)[:layers]
         backwards = self.of(OpKind.BACKWARD, iteration=LEAD_IN)
@@ -83,7 +71,6 @@ class _Run:
         return tuple(float(t) - save_s for t in times)
 
     def due(self, plan: Plan) -> list[Due]:
-        """Return, for each subgroup, the seconds from a checkpoint save until an update first overwrites its state."""
         save_s, results = self.save_s(), []
         recipes = [way.recipe for way in plan.ways]
         overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
@@ -95,12 +82,9 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Return the times at which updates overwrite their subgroups' state, made non-decreasing within each queue.
-
-    `order_writing` sorts these times, and must find the updates of a queue in the order in which they run. Simulated
-    times may decrease along a queue: one update overwrites state while it computes, another one only when it copies
-    state back to host memory. Each time is therefore raised to at least the time of the update before it.
-    """
+    # `order_writing` sorts these times, and must find the updates of a queue in the order in which they run. Simulated
+    # times may decrease along a queue: one update overwrites state while it computes, another one only when it copies
+    # state back to host memory.
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
     for one in sorted(due, key=lambda d: rank[d.subgroup]):
@@ -110,11 +94,6 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 
 
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
-    """Return a copy of a compiled schedule with checkpoint writes that use no memory bandwidth and no CPU cores.
-
-    In a simulation, training takes longer with the original schedule than with the copy. The difference is the training
-    time that the writes cost by taking bandwidth and cores.
-    """
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
     ops[persists, DRAM] = ops[persists, CORES] = 0.0
@@ -165,11 +144,9 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the number of bytes that one rank writes for a checkpoint.
-
-    They are the parameters in the model's precision, and the optimizer state. State that a plan stores on drives is not
-    counted, because it is not written again.
-    """
+    """Return the number of bytes that one rank writes for a checkpoint."""
+    # They are the parameters in the model's precision, and the optimizer state. State that a plan stores on drives is
+    # not counted, because it is not written again.
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
@@ -233,10 +210,8 @@ class CheckpointSimulation:
         return max(0.0, run.backward_end_s(last) - self._plain.backward_end_s(last))
 
     def _later_s(self, run: _Run) -> float:
-        """Return the seconds that writing a checkpoint adds to the iterations that come after the simulated ones.
-
-        Each later iteration is assumed to be slowed as much as the last simulated one, until the checkpoint is written.
-        """
+        # Each later iteration is assumed to be slowed as much as the last simulated one, until the checkpoint is
+        # written.
         last = self.iterations - 1
         with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))
         left = max(0.0, run.persist_end_s() - run.backward_end_s(last)) / self.iteration_s
@@ -253,10 +228,7 @@ class CheckpointSimulation:
 
     @cached_property
     def _quiet(self) -> _Run:
-        """Simulate training with a checkpoint save that writes nothing, to learn when updates overwrite state.
-
-        The order of writing the checkpoint is planned from these times. The save only delays the training thread.
-        """
+        # The order of writing the checkpoint is planned from these times. The save only delays the training thread.
         saves = (LEAD_IN - 1,)
         return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))
 

@@ -70,15 +70,8 @@ def step_times(
 
 
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
-    """Return the iteration time in three cases: early updates are kept, there are none, or they are dropped and redone.
-
-    An early update starts before the gradient norm is known, and is dropped if the step clips. All updates then run
-    after the norm, and the time that the early update has added to backward is lost.
-
-    Args:
-        right: Seconds of the iteration and of its backward if early updates are kept.
-        plain: Seconds of the iteration and of its backward without early updates.
-        late_s: Seconds by which dropped early updates delay the updates after the norm. See the function `late_s`.
+    """Return the iteration time in three cases: early updates are kept, there are none, or they are dropped and
+    redone.
     """
     return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
@@ -88,15 +81,12 @@ def early_updates_worth(
 ) -> int:
     """Return how many subgroups to update early: as many as save time and fit into memory.
 
-    An early update starts before the gradient norm is known, and needs host memory for a second copy of the subgroup's
-    state. It saves time only if it ends before the norm is known. So all early updates together must fit into the time
-    of the last micro-batch's backward.
+    It saves time only if it ends before the norm is known. So all early updates together must fit into the time of the
+    last micro-batch's backward.
 
     Args:
         held: Bytes per parameter that the workload needs in each memory.
         sizes: Elements of the subgroups that can be updated early, the last subgroup first.
-        left_bytes: Host memory that is free for early updates.
-        placement: Placement of these subgroups.
     """
     each = held.early_bytes
     left_s = workload.bare.backward_s / workload.gradient_accumulation_steps
@@ -116,13 +106,13 @@ def late_s(
 ) -> float:
     """Return an upper limit of the delay, in seconds, that dropped early updates cause to the other updates of a step.
 
-    An early update starts before the gradient norm is known, and is dropped if the step clips. The other updates start
-    after the norm. They are delayed for two reasons:
+    The other updates start after the norm. They are delayed for two reasons:
 
     - An early update that is running when the norm becomes known is completed first. Early updates that have not
       started are skipped.
     - Early updates on the GPU need copies of their state first. So the state of up to ``prefetch`` other subgroups,
       which is copied to the GPU before the norm too, may arrive later.
+
 
     Args:
         sizes: For each placement, the numbers of elements of the subgroups with early updates.
@@ -148,16 +138,7 @@ def early_update_s(
     *,
     fused: bool = True,
 ) -> float:
-    """Return the seconds of the longest op of one subgroup's early update, if the op has the machine for itself.
-
-    An early update starts before the gradient norm is known.
-
-    Args:
-        elements: Number of elements of the subgroup.
-        threads: Number of threads of an update on the CPU. 0: all cores.
-        placement: Placement of the subgroup, which decides about the ops of its update.
-        fused: False if updates on the CPU are DeepSpeed's separate passes instead of ebbtide's fused kernel.
-    """
+    """Return the seconds of the longest op of one subgroup's early update, if the op has the machine for itself."""
     recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
     early = [step if fused else unfused(step) for step in recipe.steps[: recipe.before_norm]]
     return elements * max(s.work(amounts) / machine.op_rate(s.rate, threads) for s in early)

@@ -162,27 +162,17 @@ def optimal_interval(cost_s: float, mtbf_s: float) -> float:
 
 
 def young_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return Young's checkpoint interval in seconds, ``sqrt(2 d M)`` (CACM 1974).
-
-    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures.
-    """
+    """Return Young's checkpoint interval in seconds, ``sqrt(2 d M)`` (CACM 1974)."""
     return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def daly_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's first-order checkpoint interval in seconds, ``sqrt(2 d M) - d``, at least 0 (FGCS 2006).
-
-    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures.
-    """
+    """Return Daly's first-order checkpoint interval in seconds, ``sqrt(2 d M) - d``, at least 0 (FGCS 2006)."""
     return max(0.0, young_interval(cost_s, mtbf_s) - cost_s)
 
 
 def checkfreq_interval_steps(iteration_s: float, cost: CheckpointCost) -> int:
-    """Return the number of iterations between two checkpoints according to CheckFreq (FAST 2021).
-
-    It is the smallest number with which checkpoints cost no more than the fraction of training time that
-    CheckFreq allows, and with which each checkpoint is written before the next one.
-    """
+    """Return the number of iterations between two checkpoints according to CheckFreq (FAST 2021)."""
     steps = math.ceil(cost.cost_s / (CHECKFREQ_OVERHEAD * iteration_s) * (1 - 1e-12))
     return max(cost.fewest_steps(iteration_s), steps)
 

@@ -62,7 +62,6 @@ class Bounds:
         return least_s < seconds and self.seconds(workload, machine, limits, away) < seconds
 
     def _lines(self, limits: Limits, away: int) -> tuple[float, float]:
-        """Return a lower and an upper limit of a bound that may be unknown."""
         pairs = ((key[1], found) for key, found in self._known.items() if key[0] == limits)
         known = sorted((n, found.iteration_s) for n, found in pairs if n is not None and isinstance(found, Bound))
         place = bisect_left(known, (away, 0.0))
@@ -77,7 +76,6 @@ class Bounds:
 
 
 def _line(one: tuple[int, float], other: tuple[int, float], at: int) -> tuple[float, float]:
-    """Return the value at ``at`` of the line through two points, and how much it may be off by rounding."""
     part = (at - one[0]) / (other[0] - one[0])
     rounding_s = ROUNDING * max(one[1], other[1]) * (abs(part) + abs(1 - part))
     return one[1] + part * (other[1] - one[1]), rounding_s

@@ -35,7 +35,6 @@ MOST_AMOUNTS = 1024
 
 
 def _issued(workload: Workload) -> tuple[float | None, ...]:
-    """Return the estimated times of a workload that are not its layers' own."""
     names = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s", "bare_step_issue_s")
     return tuple(getattr(workload, name) for name in names)
 
@@ -158,16 +157,8 @@ class PlanSweep:
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
     ) -> Floats:
-        """Return the predicted times and memory peaks of one plan, as an array with the columns of `engines.summary`.
-
-        Args:
-            placement: For each subgroup, the number (`Way.code`) of the combination of placement, parameter
-                location and flags with which it is updated: shape (subgroups,).
-            issue: Subgroups in the order of their updates, as in `Plan.issue_order`. None: order of the layers.
-
-        Raises:
-            PlanError: The number of placements is not the number of subgroups, or a prefetch is requested without
-                staging buffers.
+        """Return the predicted times and memory peaks of one plan, as an array with the columns of
+        `engines.summary`.
         """
         return self._simulated(placement, staging_slots, prefetch, threads, overlap_forward, issue, host_slots)[0]
 
@@ -181,12 +172,6 @@ class PlanSweep:
         issue: Ints | None,
         host_slots: int,
     ) -> tuple[Floats, "_Scratch", int]:
-        """Simulate a plan (`evaluate` explains the arguments).
-
-        Returns:
-            The result as an array, the arrays of the simulated schedule, and its number of ops. The next simulation
-            overwrites the arrays of the schedule.
-        """
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and not self.workload.overlaps_forward:
             raise PlanError(
@@ -230,21 +215,10 @@ class PlanSweep:
         return row, scratch, count
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """Count a plan's subgroups, and their elements, for each combination of placement and parameter location.
-
-        Args:
-            placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
-
-        Returns:
-            A pair: the counts of subgroups that are updated after the gradient norm is known, and the counts of
-                subgroups with early updates. Each of the two has three tuples: the number of subgroups, their total
-                elements, and the elements of the largest one. A tuple has one number for each combination, in the order
-                of `plain_ways`.
-        """
+        """Count a plan's subgroups, and their elements, for each combination of placement and parameter location."""
         return self._count(placement)[0]
 
     def _count(self, placement: NDArray[np.int8]) -> tuple[tuple[Amounts, Amounts], float]:
-        """Return the result of `amounts`, and the number of elements with the flag for gradient sums on the GPU."""
         key = placement.tobytes()
         if key not in self._counted:
             if len(self._counted) == MOST_AMOUNTS:
@@ -255,14 +229,7 @@ class PlanSweep:
         return self._counted[key]
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the number of elements with gradients that a plan accumulates in GPU memory instead of host memory.
-
-        The result is 0 if training accumulates no gradients in host memory anyway, for example with one micro-batch per
-        step.
-
-        Args:
-            placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
-        """
+        """Return the number of elements with gradients that a plan accumulates in GPU memory instead of host memory."""
         if not self.held.sums:
             return 0.0
         return self._count(placement)[1]
@@ -352,7 +319,6 @@ class PlanSweep:
 
 
 def _arguments(plan: Plan) -> tuple[Any, ...]:
-    """Return the arguments of `PlanSweep.evaluate` for a plan."""
     return (
         np.array([way.code for way in plan.ways], np.int8),
         plan.staging_slots,

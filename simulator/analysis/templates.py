@@ -127,10 +127,7 @@ class Template:
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """Return the names of the replaceable values, such as forward times, that differ between two workloads.
-
-        The two workloads are ``workload``, and the workload for which this template (a reusable schedule) was compiled.
-        """
+        """Return the names of the replaceable values, such as forward times, that differ between two workloads."""
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 
     def retimed(self, workload: Workload) -> CompiledSchedule:
@@ -190,12 +187,7 @@ class Templates:
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:
-        """Create an empty cache of schedule templates, which are compiled schedules with replaceable times.
-
-        Args:
-            build: Function that builds the schedule of a strategy for a workload, such as `build_strategy`.
-            most_bytes: Bytes of host memory that the cached templates may take together.
-        """
+        """Create an empty cache of schedule templates, which are compiled schedules with replaceable times."""
         self._build, self._most_bytes, self._bytes = build, most_bytes, 0
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 

@@ -6,15 +6,18 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.simulator.analysis.best_setting import best_setting, simulated
+from ebbtide.simulator.analysis.best_setting import best_setting, simulated, under_plan
 from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import CHANGEABLE, Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, suggestion
+from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.schedules.strategies import STRATEGIES, stock_offload
 from ebbtide.simulator.workload import Workload
 
@@ -270,31 +273,74 @@ def _run(
     from joblib import Parallel, delayed
     from rich.progress import Progress
 
-    rows: list[dict[str, Any]] = []
+    found: list[tuple[dict[str, Any], Plan | None]] = []
     with Parallel(n_jobs=n_jobs) as pool, Progress(disable=not shown) as bar:
         task = bar.add_task("simulating", total=len(points))
         size = POINTS_PER_TASK * max(1, int(pool._effective_n_jobs()))
         try:
             for first in range(0, len(points), size):
                 part = points[first : first + size]
-                rows += pool(delayed(evaluate)(workload, machine, point, planner) for point in part)
+                found += pool(delayed(evaluate)(workload, machine, point, planner) for point in part)
                 bar.advance(task, len(part))
+            return with_shared_plans(workload, machine, points, found), False
         except KeyboardInterrupt:
-            return rows, True
-    return rows, False
+            return [row for row, _ in found], True
 
 
-def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner) -> dict[str, Any]:
+def with_shared_plans(
+    workload: Workload, machine: Machine, points: Sequence[Point], found: Sequence[tuple[dict[str, Any], Plan | None]]
+) -> list[dict[str, Any]]:
+    """Return the rows of several points, each with the fastest of the plans that a search has found at any point.
+
+    A plan for a slower link or a smaller memory may be better than the plan of a short search for a faster or larger
+    one. So with more of a resource, the table never shows a slower plan.
+
+    Args:
+        found: For each point, its row and the plan that was searched for it, if any (`evaluate`).
+    """
+    plans = list({(p.ways, p.order, p.staging_slots, p.prefetch, p.threads): p for _, p in found if p}.values())
+    return [
+        row if own is None or len(plans) == 1 else _fastest(workload, machine, point, (row, own), plans)
+        for point, (row, own) in zip(points, found, strict=False)
+    ]
+
+
+def _fastest(
+    workload: Workload, machine: Machine, point: Point, own: tuple[dict[str, Any], Plan], plans: Sequence[Plan]
+) -> dict[str, Any]:
+    work, changed = _changed(workload, machine, point)
+    limits, sweeps = _limits(work, changed, point), dict[tuple[int, ...], PlanSweep]()
+    best_s, best = (own[0]["iteration_s"] if own[0]["fits"] else math.inf), own[1]
+    for plan in plans:
+        with suppress(RuleError):  # for other subgroups, such as those of another number of ranks
+            check_plan(plan, work.cut_as(plan))
+            sweep = sweeps.setdefault(plan.subgroups, PlanSweep(work.cut_as(plan), changed))
+            tried = under_plan(plan, sweep, limits)
+            if tried.fits and tried.result.iteration_s < best_s:
+                best_s, best = tried.result.iteration_s, plan
+    if best is own[1]:
+        return own[0]
+    row = _row(work, changed, limits, point, best)
+    return {**row, "lower_bound_s": min(own[0]["lower_bound_s"], row["lower_bound_s"])}
+
+
+def evaluate(
+    workload: Workload, machine: Machine, point: Point, planner: Planner
+) -> tuple[dict[str, Any], Plan | None]:
     """Simulate one `Point`: a strategy, a GPU memory size, and new values for some fields of the machine or the
     workload.
 
-    Return the row for this point in the table of `what_if`, as a dict from column to value.
+    Return the row for this point in the table of `what_if`, as a dict from column to value, and the plan that
+    ``planner`` has found for it, if it was asked.
     """
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)
-    plan = None
-    if point.strategy == "ebbtide" and not point.options:
-        plan = planner(work, changed, limits)
+    plan = planner(work, changed, limits) if point.strategy == "ebbtide" and not point.options else None
+    return _row(work, changed, limits, point, plan), plan
+
+
+def _row(work: Workload, changed: Machine, limits: Limits, point: Point, plan: Plan | None) -> dict[str, Any]:
+    if plan is not None:
         best = simulated("ebbtide", work, changed, limits, {"plan": plan})
         best = replace(best, setting={"subgroups": plan.subgroup_count})
     else:

@@ -35,11 +35,8 @@ def takes_files(folder: Path) -> bool:
 
 @lru_cache
 def _temporary(among: str) -> Path:
-    """Return the folder for reusable files that is used if the home directory is not writable.
-
-    The folder is inside the directory for temporary files, which ``among`` names. Only the current user can write to
-    the folder, because compiled code is loaded from it.
-    """
+    # The folder is inside the directory for temporary files, which ``among`` names. Only the current user can write to
+    # the folder, because compiled code is loaded from it.
     folder = Path(among) / f"ebbtide-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

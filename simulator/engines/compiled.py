@@ -171,11 +171,6 @@ def run(
 def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
     """Return the times and memory peaks of a simulated schedule as a `SimResult`, from arrays of the compiled
     simulator.
-
-    Args:
-        row: Times and memory peaks that the simulator computed, at the indices ITERATION_S, FORWARD_S and so on of the
-            module `summary`.
-        start_s, end_s: Start and end of each op, in seconds.
     """
     times, sizes = np.split(row, [summary.DEVICE_PEAK])
     fields = [*times.tolist(), *sizes.astype(np.int64).tolist(), start_s, end_s]
@@ -183,10 +178,7 @@ def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 
 def capacity_vector(machine: Machine, ranks: int) -> Floats:
-    """Return one rank's share of each capacity that the ranks of a node have in common, such as DRAM bandwidth.
-
-    The result is an array in the order of `CAPACITIES`. Unknown capacities are infinite.
-    """
+    """Return one rank's share of each capacity that the ranks of a node have in common, such as DRAM bandwidth."""
     known = capacities(machine, ranks)
     return np.array([known.get(name, np.inf) for name in CAPACITIES])
 

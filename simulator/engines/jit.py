@@ -22,19 +22,15 @@ _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_n
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function with numba, and cache the machine code on disk. The compiled function releases the GIL.
-
-    numba's option for fast maths is off, because results must be identical to those of the reference simulator.
-    """
+    """Compile a function with numba, and cache the machine code on disk. The compiled function releases the GIL."""
+    # numba's option for fast maths is off, because results must be identical to those of the reference simulator.
     return _compiled(function)
 
 
 def uncounted(function: Function) -> Function:
-    """Compile a function with numba as `compiled` does, but without counting references to arrays.
-
-    Such functions run in inner loops, where counting would take longer than their arithmetic. They must not
-    allocate arrays, and their callers must keep the arrays alive.
-    """
+    """Compile a function with numba as `compiled` does, but without counting references to arrays."""
+    # Such functions run in inner loops, where counting would take longer than their arithmetic. They must not allocate
+    # arrays, and their callers must keep the arrays alive.
     return _compiled(function, **_UNCOUNTED)
 
 
@@ -45,10 +41,7 @@ def _compiled(function: Function, **options: Any) -> Function:
 
 
 def _built_in(function: Callable[..., object]) -> str:
-    """Return a hash of all code and constants from other files that numba compiles into a function.
-
-    numba's cache on disk checks only the function's own file. Without this hash it would run outdated code.
-    """
+    # numba's cache on disk checks only the function's own file. Without this hash it would run outdated code.
     spaces = _reached(function.__globals__, {})
     texts = [
         f"{file} {name} {value!r}"

@@ -65,12 +65,11 @@ _NEVER = -1
 class _Notes(NamedTuple):
     """The working arrays of one run of the compiled simulator.
 
-    A lane is a queue of ops that run one after the other. Ops of one lane form a class if they use the same amount of
-    each shared capacity, such as DRAM bandwidth. The classes of all running ops determine the ops' speeds, so speeds
-    are cached. A cache key consists of the class numbers of the running ops, in four bits per lane.
+    Ops of one lane form a class if they use the same amount of each shared capacity, such as DRAM bandwidth. The
+    classes of all running ops determine the ops' speeds, so speeds are cached. A cache key consists of the class
+    numbers of the running ops, in four bits per lane.
 
     Attributes:
-        after_first, after: See `run`.
         queue: All ops, sorted by lane and in order of issue.
         met: For each op, the position in ``after`` of the first dependency that is not known to have ended.
         ended: For each op, whether the op has ended. Behind the ops there are two more entries: one that never ends,
@@ -186,10 +185,6 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 
 @uncounted
 def _class_at(ops: Floats, i: int, lane: int, rates: Floats, machine: Floats, notes: _Notes) -> int:
-    """Return the class of an op that starts in a lane, and set the seconds that it needs at full speed.
-
-    Most ops are equal to an earlier op of their lane. Then both values are those of the earlier op.
-    """
     rows, count = notes.rows, notes.row_count[lane]
     for j in range(count):
         k = 0
@@ -213,10 +208,8 @@ def _class_at(ops: Floats, i: int, lane: int, rates: Floats, machine: Floats, no
 
 @uncounted
 def _ready(i: int, lane: int, notes: _Notes) -> bool:
-    """Return True if all ops have ended that op number ``i`` of a schedule waits for.
-
-    Otherwise, remember an op that has not ended. ``met[i]`` is where the next call continues.
-    """
+    # Return True if all ops have ended that op number ``i`` of a schedule waits for. Otherwise, remember an op that has
+    # not ended.
     first, last = notes.met[i], notes.after_first[i + 1]
     while first < last and notes.ended[notes.after[first]]:
         first += 1
@@ -228,11 +221,6 @@ def _ready(i: int, lane: int, notes: _Notes) -> bool:
 
 @uncounted
 def _speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> int:
-    """Return the index of the cache entry with the speeds of all ops that run now.
-
-    The speeds follow from how much of each shared capacity, such as DRAM bandwidth, the running ops use. If ops with
-    the same use of capacities ran together before, the speeds are taken from a cache.
-    """
     slot = _place(key, notes.cache_key)
     if key == _NEVER or notes.cache_key[slot] != key:
         _find_speeds(slot, count, capacity, notes)
@@ -242,16 +230,8 @@ def _speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> int:
 
 @uncounted
 def _place(key: int, keys: Ints) -> int:
-    """Return the index at which the cache of op speeds has the entry for a key, or at which this entry may be written.
-
-    If there is neither an entry nor free room for the key, the index is that of another key's entry, which may be
-    overwritten.
-
-    Args:
-        key: Classes of all running ops, as one number. Ops of one class use the same amount of each shared capacity,
-            such as DRAM bandwidth.
-        keys: The key of each cache entry, or _NEVER if the entry is free.
-    """
+    # If there is neither an entry nor free room for the key, the index is that of another key's entry, which may be
+    # overwritten.
     first = ((key * _HASH) >> 50) & (_CACHE - 1)
     for probe in range(_PROBES):
         slot = (first + probe) & (_CACHE - 1)
@@ -314,11 +294,11 @@ def run(
 
     The peaks do not include memory that is in use throughout the schedule.
 
+
     Args:
         ops: One row for each op: shape (n, OP_COLUMNS). Op i waits for after[after_first[i]:after_first[i + 1]].
         rates: Full speeds. The column RATE of an op is an index into this array.
         capacity: Shared capacities, such as DRAM bandwidth, in the order of CAPACITIES.
-        machine: Other values of the machine, see the constants M_*.
         start_s, end_s: Output arrays of shape (n,).
     """
     count, lanes = ops.shape[0], LANE_COUNT
@@ -405,7 +385,6 @@ def _events(
 
 @uncounted
 def _until_next_end(count: int, slot: int, notes: _Notes) -> float:
-    """Return the seconds until the first of the running ops ends."""
     step = np.inf
     for k in range(count):
         lane = notes.active[k]

@@ -36,14 +36,8 @@ def rank_share(machine: Machine, capacity: ShareName, ranks: int) -> float:
 
 
 def _known_shares(machine: Machine, capacity: ShareName) -> dict[int, float]:
-    """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several ranks gets.
-
-    Measurement noise is removed. A fraction is lowered if it is larger than that of fewer ranks, or if all ranks
-    together would exceed the capacity of the node.
-
-    Returns:
-        A dict from the number of ranks to the fraction, with 1 for a single rank.
-    """
+    # Measurement noise is removed. A fraction is lowered if it is larger than that of fewer ranks, or if all ranks
+    # together would exceed the capacity of the node.
     known, least = {1: 1.0}, 1.0
     for ranks in sorted(machine.rank_shares):
         measured = machine.rank_shares[ranks].get(capacity)

@@ -47,8 +47,6 @@ P_AHEAD = P_EARLY + len(SLOTS)
 class RecipeArrays:
     """The ops of a subgroup's gradient and update as arrays, for one workload and every way of updating.
 
-    A way of updating is a combination of placement, parameter location and flags.
-
     Attributes:
         rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ops, with
             WORK and DRAM per parameter. The last five columns (T_WAITS to T_PUBLISHES) hold attributes of the op's
@@ -130,6 +128,7 @@ class Program(NamedTuple):
     An entry of the recording is an op that does not depend on the plan, or a marker at which ops of the plan are
     inserted. Some markers stand for a part of a gradient: one layer's contribution to one subgroup's gradient.
 
+
     Attributes:
         places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
             entry's kind, the part of a gradient if the entry is a marker for one, and the index in ``refs`` at which
@@ -137,7 +136,6 @@ class Program(NamedTuple):
         refs: Dependencies of all entries, one entry after the other. A number in this array stands for an entry or for
             an op of a subgroup's update, see `Place.refs`.
         rows: Ops of the entries: shape (entries, OP_COLUMNS). The row of a marker contains only zeros.
-        parts: Number of parts of gradients.
         layers: Layer of each entry. -1 for markers and for ops of no layer.
     """
 
@@ -166,13 +164,6 @@ class Program(NamedTuple):
         return once if tape.times == 1 else once._repeating(tape.first, tape.last, tape.times)
 
     def _repeating(self, first: int, last: int, times: int) -> Self:
-        """Return a copy of the recording with one of its micro-batches repeated, so that it is there ``times`` times.
-
-        Args:
-            first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. They
-                may wait for each other, for the micro-batch before, and for what all repetitions share. The micro-batch
-                before must have as many of them, in the same order.
-        """
         made = repeat(self.places[:, X_REFS], self.refs, first, last, times)
         places = np.zeros((made.of.size + 1, X_COLUMNS), np.int64)
         places[:-1] = self.places[made.of]

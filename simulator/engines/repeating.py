@@ -13,8 +13,8 @@ from ebbtide.simulator.engines.kernel import Ints
 class Repeated(NamedTuple):
     """The arrays of a schedule with a repeated micro-batch.
 
+
     Attributes:
-        of: For each op, the number of the original op.
         after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
     """
 

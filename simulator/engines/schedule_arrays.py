@@ -117,7 +117,6 @@ class _Made(NamedTuple):
 
 @uncounted
 def _wait(made: _Made, op: int) -> None:
-    """Let the next op that is appended to a schedule wait for the op with the given number. -1: no op."""
     if op >= 0:
         made.after[made.n[_N_AFTER]] = op
         made.n[_N_AFTER] += 1
@@ -138,10 +137,6 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op that processes ``size`` elements to a schedule that is built as arrays. Return the op's number.
-
-    If the op takes a buffer, it will wait in the schedule for the op that frees the buffer.
-    """
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
         _wait(made, made.free[slot, made.head[slot]])
@@ -355,6 +350,7 @@ def build(
 
     `build_schedule` builds the same schedule as Python objects.
 
+
     Args:
         program: Recorded training iteration, which provides the ops that do not depend on the plan.
         rows: Array `RecipeArrays.rows`: each row describes one op of the gradient or update of a subgroup.
@@ -362,7 +358,6 @@ def build(
         sizes, placement: For each subgroup, the number of its elements, and its `Way.code`.
         issue: All subgroups in the order of their updates.
         arrival: All subgroups in the order in which their gradients become complete.
-        plan: Settings of the plan, see the constants P_*.
         ops, after_first, after: Output arrays, see `ebbtide.simulator.engines.kernel.run`.
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS

@@ -26,11 +26,6 @@ _PHASE = tuple(
 
 @compiled
 def _period_s(ops: Floats, end_s: Floats, iterations: int, warm_up: int) -> float:
-    """Return the mean seconds of a simulated iteration behind the first ``warm_up`` ones, computed as in
-    `Timeline.iteration_s`.
-
-    The result is -1 if fewer than two backwards ran.
-    """
     ends = np.full(iterations, -1.0)
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _BACKWARD:
@@ -45,9 +40,6 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int, warm_up: int) -> floa
 
 @compiled
 def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
-    """Add the seconds of an iteration's phases (forward, backward, ...) to a result row, as `Timeline.phases`
-    computes them.
-    """
     previous = np.inf
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:

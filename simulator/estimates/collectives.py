@@ -26,8 +26,8 @@ LATENCY_S = 2e-5  # of one collective inside a node: kernel launch and one round
 class Links:
     """The rates, in bytes per second, at which a GPU receives data from the other GPUs of its node in collectives.
 
+
     Attributes:
-        gather_bytes_per_s, reduce_bytes_per_s: Rates of an all-gather and of a reduce-scatter among all GPUs.
         pair: Fraction of these rates that two GPUs have, if NVLink connects each pair directly, without a switch.
     """
 
@@ -62,28 +62,18 @@ class Links:
         return self.reduce_s(size_bytes, ranks) + self.gather_s(size_bytes, ranks)
 
     def share(self, ranks: int) -> float:
-        """Return the fraction of the rates that a ring of ``ranks`` GPUs of the node has.
-
-        Without a switch, a GPU can use only its NVLink to the other GPUs of the ring.
-        """
+        """Return the fraction of the rates that a ring of ``ranks`` GPUs of the node has."""
         return 1.0 if self.pair is None else min(1.0, self.pair * max(1, ranks - 1))
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter among ranks that are connected as a ring.
-
-    Args:
-        size_bytes: Bytes of the whole data, over all ranks. Each rank passes on all of them except its own part.
-        bytes_per_s: Rate of the slowest hop of the ring.
-    """
+    """Return the seconds of an all-gather or a reduce-scatter among ranks that are connected as a ring."""
     return LATENCY_S + passed_on(size_bytes, ranks) / bytes_per_s if ranks > 1 else 0.0
 
 
 def passed_on(size_bytes: float, ranks: int) -> float:
-    """Return the bytes that an all-gather in a ring brings to each rank: all data except the rank's own part.
-
-    The same number of bytes enters each node, because a ring through all ranks enters each node once.
-    """
+    """Return the bytes that an all-gather in a ring brings to each rank: all data except the rank's own part."""
+    # The same number of bytes enters each node, because a ring through all ranks enters each node once.
     return (ranks - 1) / ranks * size_bytes
 
 
@@ -120,23 +110,11 @@ class Layout:
         return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
 
     def entering_bytes(self, size_bytes: float) -> float:
-        """Return a rank's share of the bytes that enter its node from other nodes while ZeRO gathers parameters.
-
-        ZeRO gathers in rings of ranks. There is one ring for each tensor-parallel rank. Rings that stay inside the node
-        bring no bytes into it.
-
-        Args:
-            size_bytes: Bytes that each ring gathers.
-        """
+        """Return a rank's share of the bytes that enter its node from other nodes while ZeRO gathers parameters."""
         rings = self._rings_entering()
         return rings * passed_on(size_bytes, self.data) / self.ranks_per_node
 
     def _rings_entering(self) -> int:
-        """Return the number of ZeRO's rings that cross the border of a node, for the node with most such rings.
-
-        A ring is a group of data-parallel ranks that pass data from one to the next, as NCCL does. Only nodes with
-        ranks of this pipeline stage count.
-        """
         span = self.data * self.tensor
         first = self.stage * span // self.gpus_per_node
         last = ((self.stage + 1) * span - 1) // self.gpus_per_node

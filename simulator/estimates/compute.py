@@ -112,10 +112,9 @@ class Device:
 
         The settings are those that decide how long the GPU computes on a block of a model.
 
+
         Args:
-            wire_bytes: Bytes of a parameter in the training precision.
             flash_version: Major version of FlashAttention. None: the machine's own FLOP/s of attention are used.
-            training: Training settings, which are the other fields of `Device`.
 
         Raises:
             ModelError: ``flash_version`` does not run on the machine's GPU.
@@ -158,19 +157,11 @@ class Device:
         return max(seconds, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
     def _score_flops(self, block: Block, shape: "Shape") -> float:
-        """Return the floating-point operations of a block's attention: for the scores, and for multiplying them with
-        the values.
-
-        Flash attention skips the masked half of a causal sequence.
-        """
         seen = shape.sequence / 2 if self.flash else shape.sequence
         return shape.tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
 
     def _product_bytes(self, block: Block, shape: "Shape") -> float:
-        """Return the bytes of the weights, inputs and outputs of a block's matrix products.
-
-        The hidden size is assumed as one dimension of each matrix.
-        """
+        # The hidden size is assumed as one dimension of each matrix.
         hidden, tokens = shape.hidden, shape.tokens
         used = block.flops_per_token / 2
         matrices = [n for n in block.params if n >= hidden * hidden // 64 and n > 8 * hidden]
@@ -180,10 +171,7 @@ class Device:
         return self.wire_bytes * (touched / self.tensor_parallel + tokens * sides)
 
     def _traffic_bytes(self, shape: "Shape") -> float:
-        """Return the bytes that kernels between a forward's matrix products read and write in GPU memory.
-
-        Attention scores are assumed to be stored there.
-        """
+        # Attention scores are assumed to be stored there.
         split = STORED_SPLIT / (STORED_WHOLE + STORED_SPLIT)
         share = 1 - split + split / self.tensor_parallel
         moved = self.wire_bytes * PASSES[self.kernels] * share * shape.tokens * shape.hidden
@@ -204,13 +192,6 @@ class Device:
 
 
 def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
-    """Return how many times faster a version of FlashAttention is than version 2 on a GPU.
-
-    The result is 1 if ``version`` is None or the GPU is unknown.
-
-    Raises:
-        ModelError: The version does not run on this GPU.
-    """
     compute = compute_of(device_name)
     if compute is None:
         return 1.0
@@ -222,11 +203,8 @@ def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
 
 
 def _stored_gain(machine: Machine) -> float:
-    """Return the speed of attention that stores its scores in GPU memory, divided by the speed of flash attention.
-
-    Both are FLOP/s of the same machine. Attention that stores its scores is assumed to be as fast as FlashAttention 1.
-    The published runs without flash attention were predicted with this speed.
-    """
+    # Both are FLOP/s of the same machine. Attention that stores its scores is assumed to be as fast as FlashAttention
+    # 1. The published runs without flash attention were predicted with this speed.
     compute = compute_of(machine.device_name)
     if compute is None or machine.attention_flops_per_s is None:
         return 1.0
@@ -254,14 +232,11 @@ def overlapped_s(*parts_s: float) -> float:
 
 
 def run_ahead_s(device_s: float, issued_s: float) -> float:
-    """Return the seconds for a sequence of GPU kernels, if the host launches kernels while the GPU runs earlier ones.
-
-    The result is the third root of the sum of the cubes of both times: a little more than the longer time, or 1.26
-    times either time if they are equal. It is more than the longer time because each side sometimes waits for the
-    other. The host waits if it is a limited number of launches ahead of the GPU. The GPU waits if it has no work left.
-
-    Args:
-        device_s: Seconds in which the GPU runs the kernels.
-        issued_s: Seconds in which the host launches the kernels.
+    """Return the seconds for a sequence of GPU kernels, if the host launches kernels while the GPU runs earlier
+    ones.
     """
+    # The result is the third root of the sum of the cubes of both times: a little more than the longer time, or 1.26
+    # times either time if they are equal. It is more than the longer time because each side sometimes waits for the
+    # other. The host waits if it is a limited number of launches ahead of the GPU. The GPU waits if it has no work
+    # left.
     return math.cbrt(device_s**3 + issued_s**3)

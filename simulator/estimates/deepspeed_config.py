@@ -69,10 +69,10 @@ def deepspeed_fields(
     Values ``"auto"`` are resolved as in Hugging Face's integration: batch sizes and precision come from the
     arguments of this function, bucket sizes from the hidden size, and clipping from the Trainer's default (on).
 
+
     Args:
         hidden: Hidden size of the model, for bucket sizes that are ``"auto"``.
         ranks: Number of data-parallel ranks, to divide ``train_batch_size``.
-        zero_stage: ZeRO stage to assume if the config has none.
 
     Raises:
         ModelError: The file cannot be read, plans do not support the stage or the optimizer, batch sizes
@@ -143,11 +143,6 @@ class _Resolver:
         return float(value)
 
     def sizes(self, hidden: int) -> dict[str, int]:
-        """Return the fields of a job that are numbers of elements, such as bucket sizes.
-
-        Args:
-            hidden: Hidden size of the model, from which Hugging Face computes sizes that are ``"auto"``.
-        """
         return {
             "sub_group_size": self.elements("sub_group_size", 1e9),
             "reduce_bucket_elements": self.elements("reduce_bucket_size", REDUCE_BUCKET_ELEMENTS, hidden * hidden),
@@ -162,24 +157,12 @@ class _Resolver:
         }
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
-        """Read a setting that counts elements, such as a bucket size, of a DeepSpeed config.
-
-        Args:
-            key: Key in the section ``zero_optimization``, with or without the prefix ``stage3_``.
-            automatic: Value if the config has ``"auto"``.
-        """
         zero = self.section(ZERO)
         short = key.removeprefix("stage3_")
         name = short if key not in zero and short in zero else key
         return int(self.number(zero, name, default, f"{ZERO}.{name}", automatic))
 
     def count(self, key: str, given: int | None) -> int | None:
-        """Return a batch size from a DeepSpeed config.
-
-        Args:
-            key: Key of the batch size in the config.
-            given: Value to return if the config has none or ``"auto"``. It may be None.
-        """
         value = self.config.get(key)
         if value is None or value == AUTO:
             if given is not None and value == AUTO:
@@ -198,10 +181,7 @@ class _Resolver:
         return value
 
     def batches(self, ranks: int, micro: int | None, steps: int | None) -> tuple[int, int]:
-        """Return the micro-batch size and the number of accumulation steps that a DeepSpeed config determines.
-
-        DeepSpeed's rule is: train_batch_size = micro-batch size x accumulation steps x ranks.
-        """
+        # DeepSpeed's rule is: train_batch_size = micro-batch size x accumulation steps x ranks.
         micro = self.count("train_micro_batch_size_per_gpu", micro)
         steps = self.count("gradient_accumulation_steps", steps)
         total = self.count("train_batch_size", None)
@@ -228,11 +208,6 @@ class _Resolver:
         return micro or 1, steps or 1
 
     def stage(self, given: int | None) -> ZeroStage:
-        """Return the ZeRO stage of a DeepSpeed config.
-
-        Args:
-            given: Stage to return if the config has none. If ``given`` is None, stage 3 is returned.
-        """
         zero = self.section("zero_optimization")
         stage = zero.get("stage")
         if stage is None:
@@ -253,7 +228,6 @@ class _Resolver:
         return stage  # type: ignore[return-value]
 
     def optimizer(self) -> str:
-        """Return the simulator's name for a DeepSpeed config's optimizer, as in `OPTIMIZERS`. The default is Adam."""
         kind = str(self.section("optimizer").get("type", "AdamW"))
         name = {"adamw": ADAM.name}.get(kind.lower(), kind.lower())
         if name not in OPTIMIZERS:
@@ -264,11 +238,6 @@ class _Resolver:
         return name
 
     def precision(self, given: WireDtype | None) -> WireDtype:
-        """Return the precision of training under a DeepSpeed config: bf16, fp16 or fp32.
-
-        If the config has ``"auto"``, or there is no config, the given precision is returned, or bf16 if none is
-        given. If the config enables no 16-bit precision, the given precision is returned, or fp32.
-        """
         names: tuple[tuple[str, WireDtype], ...] = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
         states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]
         chosen = {dtype for enabled, dtype in states if enabled is True}

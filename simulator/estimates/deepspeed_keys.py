@@ -283,11 +283,7 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the JSON object at a key of a DeepSpeed config, or an empty one if the key is absent.
-
-    Args:
-        key: Key, with dots for nested keys, such as ``zero_optimization.offload_optimizer``.
-    """
+    """Return the JSON object at a key of a DeepSpeed config, or an empty one if the key is absent."""
     result: Mapping[str, Any] = at(config, key) or {}
     return result
 
@@ -306,7 +302,7 @@ def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
 
 @cache
 def _installed_version() -> str | None:
-    """Return the installed version of DeepSpeed. The result is cached, because finding it reads package files."""
+    # The result is cached, because finding it reads package files.
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
@@ -316,8 +312,6 @@ def _installed_version() -> str | None:
 def check_sections(config: Mapping[str, Any]) -> None:
     """Check that each section of a DeepSpeed config is a JSON object.
 
-    Args:
-        config: The config as `as_deepspeed_reads` returns it.
 
     Raises:
         ModelError: A section is not an object. The message names its key.
@@ -356,15 +350,12 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _nearly(key: str) -> str:
-    """Return the key of DeepSpeed configs that is spelled most like the given one, as a suggestion. Cached."""
+    # Cached.
     return next(iter(get_close_matches(key, _TOP, 1, _NEARLY)), "")
 
 
 def _of_installed(where: str) -> set[str]:
-    """Return all keys that the installed DeepSpeed accepts in a section of its config.
-
-    The result is empty if DeepSpeed is not installed.
-    """
+    # The result is empty if DeepSpeed is not installed.
     try:
         from deepspeed.compile.config import CompileConfig
         from deepspeed.runtime.config import HybridEngineConfig
@@ -454,18 +445,12 @@ class _Kind:
         self.auto, self._flag = auto, flag
 
     def taken_for(self, value: Any) -> Any:
-        """Return a config key's value, converted by pydantic to the type of the key, or unchanged if that fails."""
         try:
             return self._type.validate_python(value)
         except ValidationError:
             return value
 
     def check(self, key: str, value: Any) -> None:
-        """Check that the value of a key of a DeepSpeed config is allowed. Booleans given as text are refused.
-
-        Raises:
-            ModelError: The value is not allowed for its key.
-        """
         if self.auto and value == AUTO:
             return
         try:

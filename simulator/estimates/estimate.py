@@ -64,7 +64,6 @@ def retimed(job: Job, workload: Workload, machine: Machine) -> Workload:
 
 
 def _no_network(layout: Layout, machine: Machine) -> str:
-    """Return a message for a job that needs several nodes, on a machine without a network."""
     hosts = [f"{machine.name}-x{n}" for n in (2, 4, 8) if n >= layout.gpus and f"{machine.name}-x{n}" in SHEETS]
     one_host = f" For {layout.gpus} cards on one host, take the preset {hosts[0]}." if hosts else ""
     return (
@@ -97,8 +96,8 @@ def workload_from_model(
     are added. Activation memory follows Korthikanti et al., arXiv 2205.05198, equations 1 to 6. A profile of the
     real model (`tune profile`) is more exact.
 
+
     Args:
-        model: See `architecture`.
         ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values have priority over defaults.
         accumulation: Number of micro-batches per optimizer step. Also called ``gradient_accumulation_steps``.
         activation_checkpointing: ``full`` keeps only the input of each layer, and computes the layer again in

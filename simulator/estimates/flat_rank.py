@@ -60,24 +60,12 @@ class FlatRank(Rank):
         return Workload.model_validate({**dict(made), **fields})
 
     def _whole(self, flat: Sequence[tuple[int, int]]) -> list[int]:
-        """Return a list with the number of elements that each layer has in DeepSpeed's whole flat parameter buffer.
-
-        The whole buffer consists of the slices of all ranks.
-
-        Args:
-            flat: Layer and number of elements of each parameter, in the order of the buffer.
-        """
         counts = [0] * len(self.stage_blocks)
         for layer, elements in flat:
             counts[layer] += elements
         return counts
 
     def _laid_out(self) -> list[tuple[int, int]]:
-        """Return a list of the (layer, elements) of each parameter, in the order of DeepSpeed's flat buffer.
-
-        This buffer of ZeRO-1 and 2 holds all parameters. ``round_robin_gradients`` distributes the parameters over
-        the ranks in turn. With ``parameter_alignment`` each parameter starts at a multiple of ALIGNMENT_BYTES.
-        """
         found = [(layer, n) for layer, block in enumerate(self.stage_blocks) for n in self.partitions(block)]
         if self.job.round_robin:
             ranks = self.job.data_parallel
@@ -88,10 +76,7 @@ class FlatRank(Rank):
         return found
 
     def slice_elements(self, elements: int) -> int:
-        """Return the number of elements in each rank's slice of DeepSpeed's flat buffer for ZeRO-1 and 2.
-
-        All slices have the same size. Each begins at a multiple of START_ALIGNMENT elements.
-        """
+        """Return the number of elements in each rank's slice of DeepSpeed's flat buffer for ZeRO-1 and 2."""
         ranks = self.job.data_parallel
         return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
 
@@ -103,10 +88,7 @@ class FlatRank(Rank):
         return own + self.loop_over_experts_s(block)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return, as a tuple, how many elements of each parameter of a block a rank holds under ZeRO-1 or 2.
-
-        These stages do not divide parameters among data-parallel ranks. Only tensor parallelism divides them.
-        """
+        """Return, as a tuple, how many elements of each parameter of a block a rank holds under ZeRO-1 or 2."""
         tensor = self.job.tensor_parallel
         return tuple(math.ceil(n / tensor) if split else n for n, split in zip(block.params, block.split, strict=True))
 
@@ -131,19 +113,11 @@ class FlatRank(Rank):
 
     @property
     def reduced_beside(self) -> float:
-        """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward.
-
-        It is 0 under ZeRO-1, which reduces after backward.
-        """
+        """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward."""
         return float(self.job.overlaps_comm and self.job.zero_stage > 1)
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """Return a rank's share of the bytes that enter its node over the network for one block of the model.
-
-        Returns:
-            Two numbers: the bytes of parameter gathers, which are 0 under ZeRO-1 and 2, and the bytes of the
-            gradients' all-reduce.
-        """
+        """Return a rank's share of the bytes that enter its node over the network for one block of the model."""
         size = self.whole_elements(block) * self.job.gradient_bytes
         return 0, int(2 * self.layout.entering_bytes(size))
 

@@ -231,18 +231,14 @@ class Job(BaseModel):
 
     @property
     def round_robin(self) -> bool:
-        """Return True if DeepSpeed distributes whole parameters over the ranks in turn (``round_robin_gradients``).
-
-        DeepSpeed can do so only under ZeRO-1 and 2.
-        """
+        """Return True if DeepSpeed distributes whole parameters over the ranks in turn (``round_robin_gradients``)."""
+        # DeepSpeed can do so only under ZeRO-1 and 2.
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("round_robin_gradients"))
 
     @property
     def aligned(self) -> bool:
-        """Return True if the DeepSpeed config sets ``parameter_alignment`` and the ZeRO stage is below 3.
-
-        Each parameter then starts at a multiple of 16 bytes in DeepSpeed's flat buffer. ZeRO-3 has no such buffer.
-        """
+        """Return True if the DeepSpeed config sets ``parameter_alignment`` and the ZeRO stage is below 3."""
+        # Each parameter then starts at a multiple of 16 bytes in DeepSpeed's flat buffer.
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 
     @property

@@ -71,11 +71,7 @@ class Offloading:
 
     @property
     def beyond_plans(self) -> str:
-        """Return the DeepSpeed config's key of an offload that ebbtide cannot simulate under a plan.
-
-        Such an offload moves parameters to NVMe, or activations to host memory. The result is empty if the config has
-        neither offload.
-        """
+        """Return the DeepSpeed config's key of an offload that ebbtide cannot simulate under a plan."""
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"
         return f"{_ACTIVATIONS} (true)" if self.activations else ""
@@ -84,9 +80,6 @@ class Offloading:
     def beyond_state(self) -> str:
         """Return a key of the DeepSpeed config that moves optimizer state to NVMe, or that moves parameters or
         activations off the GPU.
-
-        Such offloads are simulated by the strategy ``zero_infinity``. The result is empty if the config has no such
-        key, for example if it only moves optimizer state to host memory.
         """
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
@@ -127,40 +120,29 @@ class Offloading:
 
     @property
     def _blocks(self) -> bool:
-        """Return True if DeepSpeed's version is older than 0.19.5.
-
-        These versions, under ZeRO-3, block the host thread until gradients have arrived in host memory, and then
-        convert the gradients to fp32 on the CPU. Newer versions convert on the GPU, and backward does not wait for the
-        gradients.
-        """
+        # Return True if DeepSpeed's version is older than 0.19.5. These versions, under ZeRO-3, block the host thread
+        # until gradients have arrived in host memory, and then convert the gradients to fp32 on the CPU. Newer versions
+        # convert on the GPU, and backward does not wait for the gradients.
         return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
 
     @property
     def _copies(self) -> dict[str, Any]:
-        """Return the options of `build_strategy` for ZeRO-3 offload that depend on DeepSpeed's version and the
-        optimizer.
-        """
         blocks = {"async_gradients": False} if self._blocks else {}
         return {**blocks, **({"torch_adam": True} if self.torch_adam else {}), **self._checks}
 
     @property
     def _checks(self) -> dict[str, Any]:
-        """Return the option of `build_strategy` that tells where a DeepSpeed version checks gradients for an overflow.
-
-        The place is the host or the GPU. The newest versions do as `build_strategy` does by default: they check on the
-        host, and only in fp16. For them the result is empty.
-        """
+        # The place is the host or the GPU. The newest versions do as `build_strategy` does by default: they check on
+        # the host, and only in fp16.
         if not at_least(_HOST_CHECK, self.deepspeed):
             return {"overflow_check": "device"}
         return {} if at_least(_FP16_CHECK, self.deepspeed) else {"overflow_check": "host"}
 
     @property
     def _flat_copies(self) -> dict[str, Any]:
-        """Return the options of `build_strategy` for ZeRO-1 or 2 offload.
-
-        They depend on DeepSpeed's version, and on two settings of the DeepSpeed config: whether host memory is pinned,
-        and whether torch's own Adam updates on the CPU.
-        """
+        # Return the options of `build_strategy` for ZeRO-1 or 2 offload. They depend on DeepSpeed's version, and on two
+        # settings of the DeepSpeed config: whether host memory is pinned, and whether torch's own Adam updates on the
+        # CPU.
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}
         if not at_least(_WIDE_PARAMETERS, self.deepspeed):
             found["parameters"] = "fresh_16_bit"
@@ -217,15 +199,7 @@ WITHOUT_CONFIG = Offloading(given=False, deepspeed="999")
 
 
 def offloading(config: Mapping[str, Any] | str | Path | None, deepspeed: str | None = None) -> Offloading:
-    """Read the offload settings in a DeepSpeed config.
-
-    Args:
-        deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none or ``config`` is
-            None.
-
-    Raises:
-        ModelError: The file cannot be read, or DeepSpeed does not know a key or refuses a value.
-    """
+    """Read the offload settings in a DeepSpeed config."""
     if config is None and deepspeed is None:
         return WITHOUT_CONFIG
     return replace(offloading_of(loaded(config), deepspeed), given=config is not None)
@@ -263,23 +237,12 @@ def _stored_at(optimizer: str | None, path: Any) -> str | None:
 
 
 def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:
-    """Return a section of a DeepSpeed config about offloading, or None if the config does not offload.
-
-    Args:
-        zero: The config's section ``zero_optimization``.
-        key: Name of the section, such as ``offload_optimizer``.
-        former: Older boolean key with the same purpose. If only this key is set, an equivalent section is returned.
-    """
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result
 
 
 def default_pinning(installed: str | None = None) -> bool:
-    """Return True if DeepSpeed pins its offload buffers when ``pin_memory`` is absent: since version 0.19.5.
-
-    Args:
-        installed: DeepSpeed's version. None: the installed version, or the newest if there is none.
-    """
+    """Return True if DeepSpeed pins its offload buffers when ``pin_memory`` is absent: since version 0.19.5."""
     return at_least((0, 19, 5), installed)
 
 
@@ -355,11 +318,8 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """Return the key of a DeepSpeed config that keeps ebbtide from replacing the optimizer's step.
-
-    With such a key, the optimizer's own ``step()`` updates state in host memory even if there is a plan. So no plan is
-    searched. The result is an empty string if the config has no such key.
-    """
+    """Return the key of a DeepSpeed config that keeps ebbtide from replacing the optimizer's step."""
+    # With such a key, the optimizer's own ``step()`` updates state in host memory even if there is a plan.
     return next((key for key in _OWN_STEP if at(config, key)), "")
 
 
@@ -372,10 +332,6 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     - The config has a key with which the optimizer's own ``step()`` makes all updates in host memory, even if there is
       a plan. So there is nothing to search.
     - The config has an offload that ebbtide does not simulate together with a plan.
-
-    Args:
-        config: DeepSpeed config.
-        moved: Offload settings of this config.
     """
     own_step = own_step_key(config)
     if own_step:

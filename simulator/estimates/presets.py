@@ -253,14 +253,8 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
-    """Return the rates of a preset machine's CPU updates and host memory, for one rank that is alone on a node.
-
-    ebbtide's fused update kernel is assumed to reach the same memory bandwidth (bytes per second) as DeepSpeed's
-    update, which makes several passes over memory.
-
-    Returns:
-        A dict from field names of `Machine` to rates.
-    """
+    # ebbtide's fused update kernel is assumed to reach the same memory bandwidth (bytes per second) as DeepSpeed's
+    # update, which makes several passes over memory.
     drawn = _drawn_bytes_per_s(sheet)
     return {
         "dram_bytes_per_s": _value(
@@ -280,15 +274,6 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
-    """Return the rate of DeepSpeed's CPU update on one core of a preset machine, in parameters per second.
-
-    The rate follows from the memory bandwidth that one core reaches, which is at most the bandwidth that the update
-    uses on all cores.
-
-    Args:
-        sheet: Figures of the machine from data sheets and publications.
-        drawn_bytes_per_s: Memory bandwidth that the update uses on all cores.
-    """
     core, whose = sheet.core
     said = f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter"
     if sheet.numa_nodes > 1:
@@ -298,31 +283,18 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 
 
 def _passes_bytes_per_s(rate: float) -> float:
-    """Return the host memory bandwidth that DeepSpeed's CPU update uses, in bytes/s, computed from a published speed.
-
-    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. How long
-    the copy alone takes is not known. Its limit is the speed of one CPU core, or DRAM bandwidth. The result is computed
-    for each of these two limits, and the larger result is returned. The larger result belongs to the slower copy, which
-    leaves less time for the update.
-
-    Args:
-        rate: Published number of parameters per second that one rank updates and copies.
-    """
+    # The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory.
     copied = FRESH_PASSES * _WIRE_BYTES
     bound_by_core = STOCK_UPDATE_BYTES / (1 / rate - _WIRE_BYTES / _PAGEABLE)
     return max(bound_by_core, (STOCK_UPDATE_BYTES + copied) * rate)
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
-    """Return the host memory bandwidth that DeepSpeed's CPU update uses if only one rank runs on a preset machine.
-
-    If a speed of the update (parameters per second) was published for the machine, the bandwidth is computed from this
-    speed. If the speed was published for several concurrent ranks, this bandwidth is a lower limit.
-
-    If no speed was published, a fraction of a NUMA node's bandwidth is assumed (``Sheet.alone``). For a server with
-    many memory channels, the fraction is one half: in a published measurement, a single rank on an A100 node used half
-    of its socket's bandwidth.
-    """
+    # If a speed of the update (parameters per second) was published for the machine, the bandwidth is computed from
+    # this speed. If the speed was published for several concurrent ranks, this bandwidth is a lower limit. If no speed
+    # was published, a fraction of a NUMA node's bandwidth is assumed (``Sheet.alone``). For a server with many memory
+    # channels, the fraction is one half: in a published measurement, a single rank on an A100 node used half of its
+    # socket's bandwidth.
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
         said = f"{sheet.alone:.0%} of one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter"
@@ -343,15 +315,8 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
 
 
 def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return the fractions of DRAM and link bandwidth that each of several concurrent ranks has on a preset machine.
-
-    Fractions of DRAM bandwidth follow from published rates of CPU updates, and fractions of link bandwidth from the
-    wiring of the GPUs.
-
-    Returns:
-        A dict from the number of concurrent ranks to a dict. The inner dict gives the fraction for ``dram``, and for
-        the link directions ``h2d`` and ``d2h``.
-    """
+    # Fractions of DRAM bandwidth follow from published rates of CPU updates, and fractions of link bandwidth from the
+    # wiring of the GPUs.
     shares = _dram_shares(sheet)
     if sheet.ranks_per_uplink > 1:
         for ranks in range(sheet.ranks_per_uplink, sheet.gpus + 1, sheet.ranks_per_uplink):
@@ -362,14 +327,7 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return the fraction of a preset machine's DRAM bandwidth that each rank has if several ranks update on the CPU at
-    once.
-
-    The fractions are computed from published rates of CPU updates.
-
-    Returns:
-        A dict from the number of concurrent ranks to a dict with one entry: the fraction for ``dram``.
-    """
+    # The fractions are computed from published rates of CPU updates.
     shares: dict[int, dict[ShareName, Quantity]] = {}
     for ranks, (low, high, said) in sheet.stock_update.items():
         if ranks > 1:
@@ -392,7 +350,6 @@ def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _collectives(sheet: Sheet) -> dict[str, Quantity]:
-    """Return the rates of all-gathers and reduce-scatters among all GPUs of a preset machine, by field of `Machine`."""
     if sheet.gpus == 1:
         return {}
     if sheet.nvlink:

@@ -96,8 +96,6 @@ class Rank(RankSizes):
     def loop_s(self) -> float:
         """Return the seconds per iteration that training spends outside forward, backward and step, such as for data
         and logging.
-
-        `tune calibrate` determines this time for a machine. The result is 0 if the machine has no such value.
         """
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
@@ -145,11 +143,9 @@ class Rank(RankSizes):
     def live_params(self, blocks: Sequence[Block]) -> int | None:
         """Return the largest number of parameter elements that ZeRO-3 gathers at once, for a job with one data-parallel
         rank.
-
-        A plan that keeps all parameters in host memory needs GPU memory for this number of elements. The result is None
-        below ZeRO-3. It is also None with several data-parallel ranks, because `base_bytes` already includes their
-        gathered parameters.
         """
+        # The result is None below ZeRO-3. It is also None with several data-parallel ranks, because `base_bytes`
+        # already includes their gathered parameters.
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
             return None
         return self.gathers(blocks).live
@@ -158,9 +154,6 @@ class Rank(RankSizes):
         """Return the fields of a workload with the time that the host spends in ``step()`` before the first update.
 
         They are empty below ZeRO-3, which releases no parameters in ``step()``.
-
-        Args:
-            parameters: Number of parameters.
         """
         if self.job.zero_stage < 3 or self.machine.device_kind != "cuda":
             return {}
@@ -217,10 +210,7 @@ class Rank(RankSizes):
         return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:
-        """Return the seconds that the GPU computes on a block's forward for one micro-batch.
-
-        The all-reduces of tensor parallelism are included.
-        """
+        """Return the seconds that the GPU computes on a block's forward for one micro-batch."""
         return self.device.seconds(block, self.shape, FORWARD) + self.tensor_exchange_s(block)
 
     def device_backward_s(self, block: Block) -> float:
@@ -229,29 +219,17 @@ class Rank(RankSizes):
         return computed + self.again(block) * self.device_s(block)
 
     def forward_s(self, block: Block, issued: float = 1.0) -> float:
-        """Return the seconds of a block's forward for one micro-batch, for a block such as a transformer layer.
-
-        Computation on the GPU, gathers of parameters inside the node, and the host's kernel launches overlap.
-
-        Args:
-            issued: Part of the host's time with DeepSpeed's module hooks that is left without them.
-        """
+        """Return the seconds of a block's forward for one micro-batch, for a block such as a transformer layer."""
+        # Computation on the GPU, gathers of parameters inside the node, and the host's kernel launches overlap.
         return overlapped_s(run_ahead_s(self.device_s(block), issued * self.issue_s(block)), self.parameters_s(block))
 
     def backward_s(self, block: Block, again: float = 1.0, issued: float = 1.0) -> float:
-        """Return the seconds of a block's backward for one micro-batch, for a block such as a transformer layer.
-
-        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap.
-
-        Args:
-            again: Part of the host's time for a recomputed forward that is left without DeepSpeed's module hooks.
-            issued: The same for the backward itself.
-        """
+        """Return the seconds of a block's backward for one micro-batch, for a block such as a transformer layer."""
+        # Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap.
         exposed = (1 - self.reduced_beside) * self.reduce_s(block)
         return overlapped_s(*self._backward_parts_s(block, again, issued)) + self.averaging_s(block) + exposed
 
     def _backward_parts_s(self, block: Block, again: float = 1.0, own: float = 1.0) -> tuple[float, float]:
-        """Return two times in seconds: of a block's backward, and of the gathers and reductions that overlap it."""
         issued = (ISSUED_BACKWARD * own + self.again(block) * again) * self.issue_s(block)
         beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
         return run_ahead_s(self.device_backward_s(block), issued), beside_s
@@ -298,22 +276,16 @@ class Rank(RankSizes):
         return min(1.0, ahead / max(1, bucket))
 
     def bucket_params(self) -> dict[str, int]:
-        """Return the fields of a workload that contain the size of DeepSpeed's gradient bucket, as a dict.
-
-        The sizes are numbers of elements: one for DeepSpeed alone, and one for training under a plan. Under ZeRO-3 they
-        are divided by the number of data-parallel ranks, because the workload's layers count only one rank's share of
-        the parameters.
-        """
+        """Return the fields of a workload that contain the size of DeepSpeed's gradient bucket, as a dict."""
+        # The sizes are numbers of elements: one for DeepSpeed alone, and one for training under a plan. Under ZeRO-3
+        # they are divided by the number of data-parallel ranks, because the workload's layers count only one rank's
+        # share of the parameters.
         planned = None if self.job.names_bucket else planned_bucket(self.layout.gpus)
         ranks = self.job.data_parallel if self.job.zero_stage == 3 else 1
         return bucket_fields(self.job.reduce_bucket_elements, planned, ranks)
 
     def issue_s(self, block: Block) -> float:
-        """Return the seconds that the host needs to launch the kernels of a block's forward.
-
-        The time is proportional to the block's number of modules: a dozen for a layer, one for the embedding or the
-        head. Each matrix of an expert that is a module of its own has hooks and a gather of its own too.
-        """
+        """Return the seconds that the host needs to launch the kernels of a block's forward."""
         own = self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
         alone = block.experts.modules * EXPERT_MODULE_S if block.experts and self.job.data_parallel > 1 else 0.0
         return own + alone + self.loop_over_experts_s(block)
@@ -359,11 +331,7 @@ class Rank(RankSizes):
         return self.tokens * self.arch.hidden * self.wire
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """Return a rank's share of the bytes that ZeRO brings into the rank's node over the network for one block.
-
-        Returns:
-            Two numbers: the bytes for gathering the block's parameters once, and for reducing its gradients once.
-        """
+        """Return a rank's share of the bytes that ZeRO brings into the rank's node over the network for one block."""
         part = self.layout.entering_bytes(self.whole_elements(block))
         beside = self.exchange_beside_bytes(block) if part else 0.0
         return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
@@ -413,16 +381,7 @@ class Rank(RankSizes):
 
 @lru_cache(maxsize=64)
 def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules) -> Gathered:
-    """Return how often DeepSpeed's ZeRO-3 gathers each parameter in a forward and its backward.
-
-    DeepSpeed's rules work on modules. Each parameter is treated as a module of its own, and each block and the
-    whole model as modules without parameters.
-
-    Args:
-        blocks: Number of elements of each parameter, for each block of the model.
-        recomputed: For each block, True if backward computes its forward again.
-        rules: DeepSpeed's keys that control gathers.
-    """
+    # DeepSpeed's rules work on modules.
     modules: list[list[Module]] = [
         [(), *([((number, i), n)] for i, n in enumerate(params))] for number, params in enumerate(blocks)
     ]

@@ -97,13 +97,8 @@ class RankSizes:
         return int(again * inputs + (1 - again) * self._stored(unit, block))
 
     def _head_bytes(self, block: Block) -> int:
-        """Return the bytes of GPU memory that the output head needs in addition to the memory of the gradient buckets.
-
-        The result is for the pass that needs more memory. The forward holds the logits in the parameters' precision,
-        and two fp32 copies. The backward holds the logits, one fp32 copy, the gradient of the head's weights, and the
-        gradient buckets. With a fused loss, only a part of the logits exists at a time. The memory of the buckets is
-        subtracted, because it is in use throughout the iteration.
-        """
+        # With a fused loss, only a part of the logits exists at a time. The memory of the buckets is subtracted,
+        # because it is in use throughout the iteration.
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
         if self.job.fused_loss:
             logits /= max(LOSS_PARTS, math.ceil(self.arch.vocabulary / self.arch.hidden))
@@ -151,18 +146,13 @@ class RankSizes:
 
     @property
     def waiting_micro_batches(self) -> int:
-        """Return how many other micro-batches wait for their backward while a pipeline stage runs one.
-
-        DeepSpeed runs forwards and backwards alternately (1F1B). Each later stage delays the backward of a
-        micro-batch by one forward.
-        """
+        """Return how many other micro-batches wait for their backward while a pipeline stage runs one."""
+        # DeepSpeed runs forwards and backwards alternately (1F1B).
         return min(self.job.pipeline_parallel - self.job.stage, self.job.accumulation) - 1
 
     def whole_elements(self, block: Block) -> int:
-        """Return the number of a block's parameter elements that all data-parallel ranks hold together.
-
-        Each rank's partition is rounded up, so the number includes padding.
-        """
+        """Return the number of a block's parameter elements that all data-parallel ranks hold together."""
+        # Each rank's partition is rounded up, so the number includes padding.
         return sum(self.partitions(block)) * self.job.data_parallel
 
     def held_elements(self, blocks: Sequence[Block]) -> int:
@@ -189,8 +179,6 @@ class RankSizes:
     def backward_bytes(self) -> int:
         """Return the bytes of GPU memory that gradients take during backward while they wait for DeepSpeed to reduce
         them.
-
-        These are a bucket of gradients, and the fp32 copy of the largest parameter's gradient.
         """
         blocks = self.stage_blocks
         largest = max(n for block in blocks for n in self.partitions(block))

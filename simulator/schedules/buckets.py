@@ -23,8 +23,8 @@ MOST_PIECES = 64
 class Leaving(NamedTuple):
     """A layer with gradients that leave DeepSpeed's bucket. Gradients wait in this bucket to be reduced together.
 
+
     Attributes:
-        layer: Index of the layer.
         ascending: True if the layer's gradients leave in the order of the layer's parameters. False if they leave in
             the reverse order, in which backward computes them.
     """
@@ -39,9 +39,8 @@ Leavings = tuple[tuple[Leaving, ...], ...]
 class _Gradient(NamedTuple):
     """The gradient of one parameter, or a part of a layer's gradient if the layer's parameters are not known.
 
+
     Attributes:
-        layer: Index of the layer.
-        elements: Number of elements of this gradient.
         done: Fraction of the layer's gradient elements that backward has computed when this gradient is complete.
     """
 
@@ -51,11 +50,9 @@ class _Gradient(NamedTuple):
 
 
 def planned_bucket(ranks: int) -> int | None:
-    """Return the ``reduce_bucket_size`` that ebbtide sets if the DeepSpeed config has none, in elements.
-
-    The result is None for more than `PLANNED_BUCKET_RANKS` ranks: DeepSpeed's default then stays, because another size
-    could change the bits of the gradients' sum over the ranks.
-    """
+    """Return the ``reduce_bucket_size`` that ebbtide sets if the DeepSpeed config has none, in elements."""
+    # The result is None for more than `PLANNED_BUCKET_RANKS` ranks: DeepSpeed's default then stays, because another
+    # size could change the bits of the gradients' sum over the ranks.
     return PLANNED_BUCKET_ELEMENTS if ranks <= PLANNED_BUCKET_RANKS else None
 
 
@@ -65,23 +62,13 @@ def in_order(leave: Leavings) -> list[int]:
 
 
 def bucket_fields(elements: int, planned: int | None, ranks: int) -> dict[str, int]:
-    """Return the fields of a workload that contain the size of DeepSpeed's gradient bucket, as a dict.
-
-    Args:
-        elements: Elements that the bucket holds in training without a plan.
-        planned: The same in training under a plan. None: ``elements``.
-        ranks: Number of ranks that share each gradient. The fields count only one rank's share of the bucket.
-    """
+    """Return the fields of a workload that contain the size of DeepSpeed's gradient bucket, as a dict."""
     sizes = {"reduce_bucket_params": elements, "planned_bucket_params": planned or elements}
     return {field: max(1, size // ranks) for field, size in sizes.items()}
 
 
 def bucket_of(workload: Workload) -> int:
-    """Return the size of DeepSpeed's gradient bucket in training under a plan, in elements.
-
-    If the workload gives no size for training under a plan, return its size for training without a plan. Under ZeRO-3,
-    the size counts only one rank's share of the elements, as the workload's layers do.
-    """
+    """Return the size of DeepSpeed's gradient bucket in training under a plan, in elements."""
     return workload.planned_bucket_params or workload.reduce_bucket_params
 
 
@@ -114,7 +101,6 @@ def leavings(workload: Workload, bucket: int) -> Leavings:
 
 
 def _flushes(workload: Workload, bucket: int) -> Iterator[tuple[list[_Gradient], int]]:
-    """Yield each bucket of gradients that backward fills, and the layer after whose backward it is reduced."""
     held: list[_Gradient] = []
     size = 0
     for gradient in _gradients(workload, bucket):
@@ -127,7 +113,6 @@ def _flushes(workload: Workload, bucket: int) -> Iterator[tuple[list[_Gradient],
 
 
 def _gradients(workload: Workload, bucket: int) -> Iterator[_Gradient]:
-    """Yield gradients in the order in which backward computes them: the parameters in reverse order."""
     whole, each = _elements(workload), _parameters(workload)
     for layer in reversed(range(len(whole))):
         done = 0
@@ -137,19 +122,10 @@ def _gradients(workload: Workload, bucket: int) -> Iterator[_Gradient]:
 
 
 def _elements(workload: Workload) -> list[int]:
-    """Return, for each layer, how many gradient elements go through DeepSpeed's gradient bucket.
-
-    Under ZeRO-3, only the elements of this rank's slice count. Under ZeRO-2, the elements of all ranks' slices count.
-    """
     return [layer.params + layer.params_of_others for layer in workload.layers]
 
 
 def _parameters(workload: Workload) -> list[list[int]]:
-    """Return, for each layer, a list with the number of elements of each of its parameters.
-
-    The result is empty if these numbers are not known, or if a parameter lies in several layers. Below ZeRO-3 they are
-    not known.
-    """
     if workload.zero_stage < 3:  # the workload contains only the flat partition
         return []
     sizes = iter([n for group in workload.parameters for n in group if n])
@@ -166,11 +142,8 @@ def _parameters(workload: Workload) -> list[list[int]]:
 
 
 def _pieces(elements: int, bucket: int) -> list[int]:
-    """Divide a layer's gradient into equal parts that fit into a bucket, and return their sizes in elements.
-
-    The parts are used if the sizes of the layer's parameters are not known. Their number is at most `MOST_PIECES`, so
-    with a small bucket they may be too large for it. Each part is then alone in its bucket. `leavings` returns the same
-    result as for parts that fit, because it only asks when half of the layer's gradient has left the bucket.
-    """
+    # The parts are used if the sizes of the layer's parameters are not known. Their number is at most `MOST_PIECES`, so
+    # with a small bucket they may be too large for it. Each part is then alone in its bucket. `leavings` returns the
+    # same result as for parts that fit, because it only asks when half of the layer's gradient has left the bucket.
     count = min(-(-elements // bucket), MOST_PIECES)
     return [elements * (i + 1) // count - elements * i // count for i in range(count)]

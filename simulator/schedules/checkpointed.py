@@ -46,8 +46,8 @@ class CheckpointedLoop(EbbtideLoop):
     ) -> None:
         """Set up the simulation of a training loop that saves checkpoints.
 
+
         Args:
-            save_s: Seconds for which a save blocks training.
             hooks_s: Times after a save, in seconds, at which a layer's forward begins or its backward ends. At each of
                 these times, one part of the optimizer state in GPU memory is copied to the host for the checkpoint.
                 `CheckpointSimulation` computes the times.
@@ -100,10 +100,6 @@ class CheckpointedLoop(EbbtideLoop):
     # -- the checkpoint's own ops ------------------------------------------------------------
 
     def _save(self) -> None:
-        """Append a checkpoint save to the schedule.
-
-        The save starts when all updates have ended, and the next forward starts after the save.
-        """
         assert self.step_end is not None
         waits = [self.step_end, *self.parameters_new.values(), *self.ends]
         self.save_op = self.step_end = self.out.add(
@@ -123,11 +119,6 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """Start copying the next part of the optimizer state in GPU memory to the host, for a checkpoint.
-
-        The training loop calls this method whenever a layer's forward begins or its backward has ended. So the copies
-        are spread over the iteration.
-        """
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
         self.hook += 1
@@ -139,13 +130,6 @@ class CheckpointedLoop(EbbtideLoop):
         return hook <= self.hook and segment.part != "urgent"
 
     def _emit(self, more: Callable[[], bool]) -> None:
-        """Append writes of a checkpoint to the schedule, in their planned order, until ``more()`` returns False.
-
-        After the last write, the sync of the checkpoint's files is appended, which completes the checkpoint.
-
-        Args:
-            more: Function that is called before each write. It returns True if the write may be appended.
-        """
         while more():
             segment, hook = self.pending.popleft()
             subgroup = segment.subgroup
@@ -175,11 +159,8 @@ class CheckpointedLoop(EbbtideLoop):
         )
 
     def _snapshot(self, subgroup: int) -> int:
-        """Append to the schedule an op that copies one subgroup's state to reserved host memory. Return the op.
-
-        The copy is for a checkpoint that has not written this state yet. State in host memory is copied by the thread
-        that is about to overwrite it.
-        """
+        # The copy is for a checkpoint that has not written this state yet. State in host memory is copied by the thread
+        # that is about to overwrite it.
         if subgroup not in self.snapshots:
             size, recipe = self.writing.copied[subgroup], self.recipes[subgroup]
             if recipe.state == "device":
@@ -198,10 +179,7 @@ class CheckpointedLoop(EbbtideLoop):
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
-        """Append to the schedule a write of a part of a checkpoint, at the rate of storage or at the user's limit.
-
-        The user's limit for the rate is ignored if an update waits for this write.
-        """
+        # The user's limit for the rate is ignored if an update waits for this write.
         size = segment.size_bytes
         full = self.machine.rate("storage_write_bytes_per_s")
         cap = self.saving.write_bytes_per_s

@@ -126,13 +126,9 @@ class EbbtideLoop(PlannedLoop):
             self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
-        """Limit the copies of gradients to the host that are in progress, after a new copy was appended to the
-        schedule.
-
-        The training thread of the schedule waits for the oldest copy, then for the next one, and so on. It stops when
-        the remaining copies have at most `GRADIENTS_UNDER_WAY_BYTES` plus half the bytes of the oldest remaining copy.
-        It does not wait for the new copy.
-        """
+        # The training thread of the schedule waits for the oldest copy, then for the next one, and so on. It stops when
+        # the remaining copies have at most `GRADIENTS_UNDER_WAY_BYTES` plus half the bytes of the oldest remaining
+        # copy. It does not wait for the new copy.
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)
         while len(self.under_way) > 1:
@@ -163,12 +159,6 @@ class EbbtideLoop(PlannedLoop):
         return [self.on_host[subgroup]]
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
-        """Append an op of a subgroup's gradient or update to the schedule, to start after the ops in ``waits``. Return
-        its id.
-
-        Args:
-            elements: Number of elements that the op works on. None: the whole subgroup.
-        """
         size = self.sizes[subgroup] if elements is None else elements
         if Wait.GATE in step.waits:
             waits = [*waits, *self.may_overwrite(subgroup)]

@@ -68,11 +68,8 @@ class FlatOffloadLoop(StockLoop):
         return replace(made, held={**made.held, "host": host})
 
     def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
-        """Append to the schedule the copies of one layer's gradients between GPU and host in one micro-batch.
-
-        Before the last micro-batch there are none if the gradient sum stays on the GPU. After the last micro-batch
-        the sum is copied to the host in fp32. The copies run on the stream of backward.
-        """
+        # Before the last micro-batch there are none if the gradient sum stays on the GPU. After the last micro-batch
+        # the sum is copied to the host in fp32. The copies run on the stream of backward.
         after = self._others_copy(layer, micro_step, after)
         elements = self.workload.layers[layer].params
         if not elements:
@@ -88,16 +85,10 @@ class FlatOffloadLoop(StockLoop):
         return self._waited_for(layer, moved)
 
     def _others_copy(self, layer: int, micro_step: int, after: int) -> int:
-        """Append to the schedule the simulated rank's wait while other ranks copy a layer's gradients to the host.
-
-        Each rank owns one slice of DeepSpeed's flat buffer, with consecutive parameters. So a layer's gradients usually
-        belong to a single rank, the owner. The owner copies them to the host on the stream of its reductions. All other
-        ranks wait for the owner at the reduction of the next bucket. With ``overlap_comm``, only their stream of
-        reductions waits, and backward goes on.
-
-        Returns:
-            The op that ends the wait.
-        """
+        # Each rank owns one slice of DeepSpeed's flat buffer, with consecutive parameters. So a layer's gradients
+        # usually belong to a single rank, the owner. The owner copies them to the host on the stream of its reductions.
+        # All other ranks wait for the owner at the reduction of the next bucket. With ``overlap_comm``, only their
+        # stream of reductions waits, and backward goes on.
         elements = self.workload.layers[layer].params_of_others
         width = FP32_BYTES if micro_step == self.boundary else 0
         if not self.workload.adds_on_device:
@@ -111,9 +102,6 @@ class FlatOffloadLoop(StockLoop):
         return self.out.add(OpKind.GRADIENT_PASS, lane, elements * width, rate, waits, layer=layer)
 
     def _parameters_to_device(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append to the schedule the copy of updated parameters to the GPU, as the simulated version of DeepSpeed
-        makes it.
-        """
         fresh = self.flat.parameters == "fresh_16_bit"
         pageable = fresh or not self.flat.pinned
         passes = FRESH_PASSES if fresh else PAGEABLE_PASSES if pageable else 1

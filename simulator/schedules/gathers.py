@@ -37,8 +37,8 @@ class GatherRules:
 class Gathered:
     """ZeRO-3's gathers of parameters in the forward and backward of one micro-batch that starts with nothing gathered.
 
+
     Attributes:
-        times: For each parameter, how often it is gathered.
         persistent: Parameters that stay gathered until the end of the step.
         live: Largest number of elements that are gathered at the same time. None with several data-parallel ranks,
             because the sizes of whole parameters are then unknown: only those of this rank's partitions are known.
@@ -112,12 +112,6 @@ class _Coordinator:
         self.most = max(self.most, self.available)
 
     def fetch(self, step: int, module: Module) -> None:
-        """Gather those parameters of a module that are not gathered yet, at the moment when forward or backward uses
-        the module.
-
-        Args:
-            step: Position of the module in the order in which a forward and its backward use modules.
-        """
         self._gather({key: n for key, n in module if key not in self.there})
         missed = {key for key, _ in module if self.seen.get(key, -1) < step}
         popped: set[Hashable] = set()
@@ -131,9 +125,6 @@ class _Coordinator:
         return key, n
 
     def ask_ahead(self) -> None:
-        """Prefetch (gather early) the parameters that forward and backward use next, up to the size of the prefetch
-        bucket.
-        """
         room = min(self.rules.live - self.available, self.rules.ahead)
         wanted: dict[Hashable, int] = {}
         asked = 0
@@ -145,13 +136,6 @@ class _Coordinator:
         self._gather(wanted)
 
     def release(self, step: int, module: Module) -> None:
-        """Release a module's gathered parameters after their use, except those that ZeRO-3 keeps because a later use
-        comes soon.
-
-        Args:
-            step: Index of the module use that comes next, in the order in which a forward and its backward use modules.
-                Only uses from this index on count as later uses.
-        """
         for key, _ in module:
             if key in self.there and not self._kept(key, step):
                 self.available -= self.there.pop(key)

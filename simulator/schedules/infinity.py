@@ -26,6 +26,7 @@ Location = Literal["device", "cpu"]
 class InfinityOptions:
     """The memories that hold optimizer state, parameters and activations between their uses, by DeepSpeed's config.
 
+
     Attributes:
         optimizer: Location of the optimizer state. With ``nvme`` its fp32 gradients are there too.
         parameters, activations: Location of these between their uses. With ``cpu`` they are copied to the GPU for
@@ -34,7 +35,6 @@ class InfinityOptions:
             one is read and the previous one is written.
         pinned: True if host memory of gradients and state is pinned.
         pinned_parameters: True if host memory of parameters is pinned. If False, training waits for each copy.
-        async_gradients, torch_adam, overflow_check: See `StockOptions`.
     """
 
     optimizer: StateLocation = "nvme"
@@ -181,11 +181,6 @@ class InfinityLoop(StockLoop):
         return self._parameters_to_device(subgroup, [after, updated])
 
     def _parameters_to_device(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
-        """Append to the schedule the copy of a subgroup's updated parameters to the GPU.
-
-        Return the op after which a forward can use the parameters. Parameters that stay in host memory are not
-        copied. They can be used after the last op in ``waits``.
-        """
         if self.where.parameters == "cpu":
             return waits[-1]
         return super()._parameters_to_device(subgroup, waits)

@@ -58,10 +58,7 @@ class TrainingLoop(ABC):
 
     @property
     def bucket(self) -> int:
-        """Return the number of gradient elements that DeepSpeed collects in its bucket before it reduces them.
-
-        0: there is no bucket, and gradients are reduced layer by layer.
-        """
+        """Return the number of gradient elements that DeepSpeed collects in its bucket before it reduces them."""
         return self.workload.reduce_bucket_params
 
     @abstractmethod
@@ -149,10 +146,6 @@ class TrainingLoop(ABC):
         return waits
 
     def _gather(self, size_bytes: int, layer: int, waits: list[int]) -> int:
-        """Append to the schedule a gather of a layer's parameters over the network, and return its op.
-
-        The gather starts while the previous layer computes.
-        """
         ahead = self.passes[-2:-1]
         return self.out.add(
             OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s", [*waits, *ahead], layer=layer
@@ -210,10 +203,7 @@ class TrainingLoop(ABC):
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
-        """Append to the schedule the reduction of a layer's gradients over the ranks.
-
-        Return the op that the next layer's backward waits for, and the last op of the reduction.
-        """
+        # Return the op that the next layer's backward waits for, and the last op of the reduction.
         waited_for, beside = reduce_parts(self.workload, layer)
         after = self._reduce(layer, waited_for, after)
         return after, self._reduce(layer, beside, after)
@@ -228,10 +218,8 @@ class TrainingLoop(ABC):
 
 
 def reduce_parts(workload: Workload, layer: int) -> tuple[int, int]:
-    """Return two parts of a layer's gradient reduction over the network, in bytes.
-
-    The next layer's backward waits for the first part, and runs at the same time as the second.
-    """
+    """Return two parts of a layer's gradient reduction over the network, in bytes."""
+    # The next layer's backward waits for the first part, and runs at the same time as the second.
     size = workload.layers[layer].network_reduce_bytes
     beside = round(size * workload.reduced_beside)
     return size - beside, beside

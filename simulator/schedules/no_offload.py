@@ -47,9 +47,7 @@ class DeviceLoop(TrainingLoop):
         self.step_ends(ends)
 
     def _norm(self) -> int:
-        """Append to the schedule the computation of the gradient norm. DeepSpeed copies each gradient to float64 for
-        the norm.
-        """
+        # DeepSpeed copies each gradient to float64 for the norm.
         largest = max((n for group in self.workload.parameters for n in group), default=0)
         return self.out.add(
             OpKind.NORM,

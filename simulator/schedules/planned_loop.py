@@ -23,10 +23,9 @@ class Part(NamedTuple):
 
     Gradients that go to host memory are copied in such parts.
 
+
     Attributes:
         number: Position among all parts of a workload.
-        subgroup: Number of the subgroup.
-        elements: Number of elements of the part.
         last: True for the part that completes the subgroup's gradient, because it is the last one to leave DeepSpeed's
             bucket.
     """
@@ -140,13 +139,6 @@ class PlannedLoop(TrainingLoop):
         return super().before_pass(layer, waits, backward=backward)
 
     def _issued(self, layer: int, waits: list[int]) -> int:
-        """Append to the schedule an op for launching a layer's first kernel, after the training thread has waited for
-        the layer's parameters.
-
-        Args:
-            waits: Ops that the training thread waits for before the launch: the copy of the layer's parameters to the
-                GPU, and the updates of these parameters. Until they end, no kernel of the layer is queued on the GPU.
-        """
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:

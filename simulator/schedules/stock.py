@@ -75,11 +75,8 @@ class StockLoop(TrainingLoop):
 
     @property
     def gone_bytes(self) -> int:
-        """Return the bytes of parameters that take no GPU memory because they are kept in host memory.
-
-        The result is 0 in `StockLoop`, because this class simulates training with all parameters in GPU memory. A
-        subclass that keeps parameters in host memory overrides the property.
-        """
+        """Return the bytes of parameters that take no GPU memory because they are kept in host memory."""
+        # The result is 0 in `StockLoop`, because this class simulates training with all parameters in GPU memory.
         return 0
 
     # -- gradients ---------------------------------------------------------------------------
@@ -135,11 +132,6 @@ class StockLoop(TrainingLoop):
         return self.options.pinned and self.options.async_gradients
 
     def _goes_to_host(self, subgroup: int) -> bool:
-        """Return True if a subgroup's gradients are copied to host memory in the simulated DeepSpeed run.
-
-        They are not if the subgroup's state is in GPU memory. If updates on the CPU and the GPU run at the same time
-        (``interleaved`` in `StockOptions`), the gradients of a subgroup that the GPU updates stay on the GPU too.
-        """
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
     def _waits_on_device(self, subgroup: int) -> bool:
@@ -160,11 +152,7 @@ class StockLoop(TrainingLoop):
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
-        """Append to the schedule an op for DeepSpeed's copies of one layer's gradients, with a measured duration.
-
-        A profile measured how much time all copies of gradients add to the backwards of a step. The op takes this
-        layer's share of that time in one micro-batch. The share is proportional to the layer's number of parameters.
-        """
+        # A profile measured how much time all copies of gradients add to the backwards of a step.
         w = self.workload
         part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)
         elements = w.layers[layer].params
@@ -178,12 +166,9 @@ class StockLoop(TrainingLoop):
         )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
-        """Append to the schedule a copy of gradients to host memory, and then their conversion to fp32 on the CPU.
-
-        The host thread launches no other work until the conversion ends. If the gradients are in bf16 and the number of
-        the rank's CPU threads is known, the conversion takes the computing time of these threads. In all other cases it
-        takes the time of writing the fp32 values at the speed of a copy to unpinned memory.
-        """
+        # The host thread launches no other work until the conversion ends. If the gradients are in bf16 and the number
+        # of the rank's CPU threads is known, the conversion takes the computing time of these threads. In all other
+        # cases it takes the time of writing the fp32 values at the speed of a copy to unpinned memory.
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
             OpKind.GRADIENT_D2H,
@@ -203,12 +188,9 @@ class StockLoop(TrainingLoop):
         )
 
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
-        """Append to the schedule the GPU kernels that compute the norm of a layer's gradients and convert them to fp32.
-
-        If gradients are copied asynchronously, these kernels run during the backward of other layers. They are then
-        delayed by that backward's matrix products, so a wait is appended before them. For gradients that leave
-        DeepSpeed's bucket at the end of backward, there is no wait, because no other backward runs.
-        """
+        # If gradients are copied asynchronously, these kernels run during the backward of other layers. They are then
+        # delayed by that backward's matrix products, so a wait is appended before them. For gradients that leave
+        # DeepSpeed's bucket at the end of backward, there is no wait, because no other backward runs.
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
         alone = self.bucket and layer in self.leave_last
@@ -269,7 +251,6 @@ class StockLoop(TrainingLoop):
         return place == "host" or (place == "host_fp16" and self.workload.wire_dtype == "fp16")
 
     def _overflow_check(self, waits: Sequence[int]) -> int:
-        """Append to the schedule the host's check for infinities and NaNs in all gradients of the rank."""
         w = self.workload
         traffic = w.params * OVERFLOW_CHECK_BYTES
         adam_bytes = 2 * ADAM.state_bytes + STOCK_PASS_BYTES
@@ -291,10 +272,7 @@ class StockLoop(TrainingLoop):
         return self._parameters_to_device(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append to the schedule DeepSpeed's update of a subgroup on the CPU: unscale, Adam, conversion to 16 bits.
-
-        The machine's rate for DeepSpeed's CPU update covers all three.
-        """
+        # The machine's rate for DeepSpeed's CPU update covers all three.
         size = self.sizes[subgroup]
         traffic = 2 * self.state_bytes + STOCK_PASS_BYTES
         if self.options.torch_adam:
@@ -333,13 +311,6 @@ class StockLoop(TrainingLoop):
         return self._sent_back(subgroup, waits, size, FRESH_PASSES if pageable else 1, pageable=pageable)
 
     def _sent_back(self, subgroup: int, waits: Sequence[int], size: float, passes: float, *, pageable: bool) -> int:
-        """Append to the schedule the copy of a subgroup's updated parameters to the GPU.
-
-        Args:
-            size: Bytes to copy.
-            passes: Number of times that the copy reads or writes these bytes in host memory.
-            pageable: The bytes are not in page-locked memory.
-        """
         return self.out.add(
             OpKind.PARAMETER_H2D,
             Lane.H2D_PARAMETERS,
@@ -351,9 +322,6 @@ class StockLoop(TrainingLoop):
         )
 
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
-        """Append to the schedule the update of a subgroup by the GPU, which frees ``gradient_bytes`` of GPU memory at
-        its end.
-        """
         return self.out.add(
             OpKind.UPDATE_DEVICE,
             Lane.DEVICE_UPDATE,
@@ -366,10 +334,6 @@ class StockLoop(TrainingLoop):
         )
 
     def _stage(self, subgroup: int, after: int) -> int:
-        """Append to the schedule a staged update: a subgroup's state is copied to the GPU, updated, and copied back.
-
-        If the fp32 gradient is in host memory, it is copied too.
-        """
         waits = [after]
         if len(self.written_back) >= self.slots:
             waits.append(self.written_back[-self.slots])

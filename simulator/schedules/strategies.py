@@ -74,10 +74,6 @@ _KINDS: Mapping[type | str, tuple[type, str]] = {
 
 
 def _check_kind(option: str, value: Any, types: tuple[type | str, ...]) -> None:
-    """Raise an error unless the value of an offloading strategy's option has one of the option's types.
-
-    For an option that accepts only certain strings, ``types`` are these strings.
-    """
     if isinstance(types[0], str) and value not in types:
         raise RuleError(f"{option} must be one of {types}, but got {value!r}", key=f"options.{option}")
     kind = next((t for t in types if t in _KINDS), None)
@@ -101,17 +97,8 @@ def zero3_offload(
     torch_adam: bool = False,
     overflow_check: OverflowCheck = "host_fp16",
 ) -> Schedule:
-    """Return the schedule of ops of ZeRO-3 offload, as DeepSpeed 0.19.8 runs it by default.
-
-    Gradients are copied to pinned buffers during backward, and updates run one after the other on the CPU.
-
-    Args:
-        async_gradients: False if the host waits for gradients and converts them to fp32 (DeepSpeed before
-            0.19.5).
-        torch_adam: True if torch's own Adam updates on the CPU.
-        overflow_check: Place where gradients are checked for an overflow. It depends on DeepSpeed's version
-            (`StockOptions`).
-    """
+    """Return the schedule of ops of ZeRO-3 offload, as DeepSpeed 0.19.8 runs it by default."""
+    # Gradients are copied to pinned buffers during backward, and updates run one after the other on the CPU.
     options = StockOptions(async_gradients=async_gradients, torch_adam=torch_adam, overflow_check=overflow_check)
     return _stock(workload, "zero3_offload", options, iterations)
 
@@ -134,10 +121,8 @@ def zero3_offload_unpinned(
 
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """Return the schedule of ZeRO-3 offload, with the time of gradient copies always simulated.
-
-    The strategy `zero3_offload` simulates this time only if no profile has measured it.
-    """
+    """Return the schedule of ZeRO-3 offload, with the time of gradient copies always simulated."""
+    # The strategy `zero3_offload` simulates this time only if no profile has measured it.
     options = StockOptions(measured_copies=False)
     return _stock(workload, "zero3_offload_async", options, iterations)
 
@@ -196,33 +181,21 @@ def deep_optimizer_states(
 
 
 def superoffload(workload: Workload, iterations: int = 3, ratio: float = 1.0, clip: bool | None = None) -> Schedule:
-    """Return the schedule of DeepSpeed's SuperOffload. Updates overlap backward only without gradient clipping.
-
-    Args:
-        clip: True if gradients are clipped. None: as the workload says.
-    """
+    """Return the schedule of DeepSpeed's SuperOffload. Updates overlap backward only without gradient clipping."""
     clipping = workload.clip if clip is None else clip
     options = StockOptions(updates="sequential" if clipping else "with_backward", host_ratio=ratio, result_copy=True)
     return _stock(workload, "superoffload", options, iterations)
 
 
 def zero_offload(workload: Workload, iterations: int = 3, **options: Any) -> Schedule:
-    """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload. All updates run on the CPU after the gradient norm.
-
-    Args:
-        options: Fields of `FlatOptions`.
-    """
+    """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload. All updates run on the CPU after the gradient norm."""
     loop = FlatOffloadLoop(workload, FlatOptions(**options))
     loop.run(iterations)
     return loop.schedule(iterations, "zero_offload")
 
 
 def zero_infinity(workload: Workload, iterations: int = 3, **options: Any) -> Schedule:
-    """Return the schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe.
-
-    Args:
-        options: Fields of `InfinityOptions`.
-    """
+    """Return the schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe."""
     loop = InfinityLoop(workload, InfinityOptions(**options))
     loop.run(iterations)
     return loop.schedule(iterations, "zero_infinity")

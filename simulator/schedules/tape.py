@@ -36,9 +36,9 @@ class What(IntEnum):
 class Place:
     """An entry of a recorded training iteration: an op, or a marker that stands for ops which depend on the plan.
 
+
     Attributes:
         op: Op of the entry. None for markers.
-        part: Part of a gradient that a GRADIENT marker stands for.
         added_to: True if gradients of earlier micro-batches are already in host memory.
         boundary: True in the last micro-batch.
         refs: What this entry waits for, as numbers r. If this entry is number i of n entries, and the plan has m
@@ -62,10 +62,9 @@ class Place:
 class Tape:
     """A recording of a training iteration. One recorded micro-batch may represent several equal ones.
 
+
     Attributes:
-        places: Entries of the recording.
         first, last: The entries ``places[first:last]`` are those of the micro-batch that represents several.
-        times: Number of equal micro-batches that it represents.
     """
 
     places: Sequence[Place]
@@ -108,10 +107,6 @@ class _Recorder(PlannedLoop):
         super().forward(micro_step)
 
     def repeated(self) -> tuple[int, int]:
-        """Return the first entry of the last micro-batch but one in the recording, and the entry after its last one.
-
-        Without stand-ins before them, entries have the numbers of their ops.
-        """
         last = self.boundary
         return self.begun[max(0, last - 1)], self.begun[last]
 

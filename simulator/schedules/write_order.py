@@ -88,8 +88,8 @@ def order_writing(
     If an update would overwrite state before it is written, the state is first copied to reserved host memory. The
     result tells which bytes are copied.
 
+
     Args:
-        sizes_bytes: Bytes of each subgroup's state.
         due: Subgroups whose state is overwritten by an update, each with the time of the overwriting, in any order. A
             subgroup has at most one entry.
         pace: Speeds of writes and of copies in host memory, in bytes per second.
@@ -140,17 +140,7 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Simulate an update of a subgroup while the checkpoint has not yet written all of the subgroup's state.
-
-        The update would overwrite the bytes that are not yet written. As many of them as fit are first copied to
-        reserved host memory. The others are first written to storage.
-
-        Args:
-            at_s: Time at which the update could begin.
-
-        Returns:
-            Seconds for which the update must wait.
-        """
+        # The update would overwrite the bytes that are not yet written.
         self.write_until(at_s)
         left = self.live.get(subgroup, 0.0)
         if left <= _NOTHING:
@@ -169,10 +159,6 @@ class _Writer:
         return max(copy_s, self.now_s - at_s)
 
     def write_until(self, end_s: float) -> None:
-        """Simulate the writing of a checkpoint's bytes until the simulated time ``end_s``.
-
-        The state of subgroups is written in the order of their updates. Bytes that belong to no subgroup come last.
-        """
         while self.now_s < end_s and (self.turn or self.copying):
             while self.copying and (self.copying[0][0] <= self.now_s or not self.turn):
                 ready_s, subgroup = heapq.heappop(self.copying)

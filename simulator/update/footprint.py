@@ -51,14 +51,7 @@ def held_under(plan: Plan, held: Holding, sizes: Sequence[int]) -> ByKind:
 
 
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
-    """Return the bytes of GPU memory by kind: the bytes in ``held`` plus the workload's base memory.
-
-    The base memory, such as for parameters and gradient buckets, is in use throughout an iteration.
-
-    Args:
-        held: Bytes of GPU memory by kind that a plan or strategy uses in addition to the base memory.
-        gone_bytes: Bytes of parameters that are kept in host memory. They are subtracted from the base memory.
-    """
+    """Return the bytes of GPU memory by kind: the bytes in ``held`` plus the workload's base memory."""
     base = base_by_kind(workload, gone_bytes)
     return {kind: held.get(kind, 0) + base.get(kind, 0) for kind in KINDS}
 
@@ -84,11 +77,7 @@ def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
 
 
 def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[int]:
-    """Return, for each layer, how many of the layer's parameter elements are kept in host memory.
-
-    Args:
-        locations: For each subgroup, the memory that holds its parameters.
-    """
+    """Return, for each layer, how many of the layer's parameter elements are kept in host memory."""
     if "host" not in locations:
         return [0] * len(workload.layers)
     return [sum(n for s, n in held if locations[s] == "host") for held in workload.shares()]
@@ -99,9 +88,6 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
     These are all elements in host memory, minus those that are copied to the GPU for the layers that run at the same
     time.
-
-    Args:
-        fetched: For each layer, the elements of its parameters that are kept in host memory, from `fetched_elements`.
     """
     live = PARAMETER_BUFFERS * max(fetched)
     if workload.live_params is not None:
@@ -120,8 +106,8 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
     - Each later forward of the step gathers all except `Layer.persistent_params` elements, which are still gathered.
     - A backward gathers `Layer.regathered_params` elements, or all if this field is None.
 
+
     Args:
-        elements: Number of the layer's parameter elements that are kept in host memory.
         micro_step: Index of the micro-batch in the step, from 0.
         backward: True for the copies before backward, False for the copies before forward.
     """
@@ -144,10 +130,7 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 
 def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
-    """Return the number of staging buffers that fit into ``left_bytes`` of GPU memory: from 1 to ``wanted``.
-
-    A staging buffer holds the state of one subgroup during its update on the GPU.
-    """
+    """Return the number of staging buffers that fit into ``left_bytes`` of GPU memory: from 1 to ``wanted``."""
     if wanted * each_bytes <= left_bytes:
         return wanted
     return max(1, int(left_bytes // each_bytes))

@@ -162,10 +162,10 @@ class Holding:
 
         Memory that training uses under any plan, such as for gradient buckets, is not included.
 
+
         Args:
             amounts: Three lists from `tally`: the numbers of subgroups, their total elements, and the elements of the
                 largest one. A list has one number for each combination of placement and parameter location.
-            staging_slots: Number of staging buffers (GPU memory for the state of one subgroup).
             host_slots: Number of buffers in host memory for state that is stored on drives.
             updated_early: Three such lists for subgroups with early updates (before the gradient norm is known).
                 ``amounts`` does not include these subgroups. None: no update is early.
@@ -187,9 +187,6 @@ class Holding:
     def _beside(
         self, amounts: Amounts, staging_slots: int, host_slots: int, updated_early: Amounts | None, summed: float
     ) -> tuple[list[float], list[tuple[Memory, Kind, int]]]:
-        """Return the elements with each combination of placement and parameter location, and the bytes that `rows` does
-        not count, by memory and kind.
-        """
         both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
         elements = list(map(add, amounts[1], early))
@@ -231,14 +228,7 @@ class Holding:
         }
 
     def sending_bytes(self, sent: float, summed: float) -> float:
-        """Return the bytes of GPU memory for gradients that are later copied to the host.
-
-        This memory holds the gradients that are being copied, and the sums that are accumulated on the GPU.
-
-        Args:
-            sent: Number of elements of all subgroups whose gradients are copied to the host.
-            summed: Number of these elements whose gradients are accumulated on the GPU.
-        """
+        """Return the bytes of GPU memory for gradients that are later copied to the host."""
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
         return under_way + summed * self.gradient_bytes
 
@@ -263,10 +253,7 @@ class Holding:
 
     @property
     def early_bytes(self) -> int:
-        """Return the bytes of host memory per parameter that an early update needs for new state and new parameters.
-
-        An early update starts before the gradient norm is known, so it keeps the old state.
-        """
+        """Return the bytes of host memory per parameter that an early update needs for new state and new parameters."""
         return self.optimizer.state_bytes + self.wire_bytes
 
     @cached_property
@@ -292,10 +279,8 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 
 def kept_steps(keep: int) -> int:
-    """Return for how many finished steps the drives keep optimizer state, if a plan keeps ``keep`` checkpoints.
-
-    The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
-    """
+    """Return for how many finished steps the drives keep optimizer state, if a plan keeps ``keep`` checkpoints."""
+    # The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
     return max(1, keep)
 
 

@@ -21,8 +21,8 @@ Add = Callable[[Step, int, list[Op]], Op]
 class _Buffer(NamedTuple, Generic[Op]):
     """A buffer in GPU or host memory for the update of one subgroup at a time.
 
+
     Attributes:
-        number: Number of the buffer among the buffers of its kind.
         turn: Position of the buffer's latest release among the releases of all buffers, counted from 1. It shows which
             of two buffers was released later. 0: the buffer was never used.
         behind: Op that frees the buffer when it ends. None: the buffer was never used.
@@ -89,9 +89,6 @@ class Issue(Generic[Op]):
     def ahead(self, behind: Op | None = None) -> None:
         """Issue those ops of the next optimizer step's updates that may start before its backward, such as reads from
         drives.
-
-        Args:
-            behind: Op that must end before these ops start. None: there is no such op.
         """
         for subgroup in self._first(ahead=True):
             self._start(subgroup, behind)
@@ -154,10 +151,7 @@ class Issue(Generic[Op]):
         return new, ends
 
     def skip(self) -> None:
-        """End an optimizer step that updates nothing, such as after an overflow.
-
-        State in a staging buffer (GPU memory for one subgroup) stays there for the next step.
-        """
+        """End an optimizer step that updates nothing, such as after an overflow."""
         for subgroup in list(self.early):
             self.drop(subgroup)
         self._end()
@@ -175,15 +169,8 @@ class Issue(Generic[Op]):
         self._coming.clear()
 
     def _updated(self, late: set[int]) -> list[int]:
-        """Return all subgroups in the order in which their updates are issued once the gradient norm is known.
-
-        Usually this is the plan's order. If a subgroup in ``late`` needs a staging buffer (GPU memory for one
-        subgroup), the subgroups that already hold a staging buffer come first, because their updates free the buffers.
-
-        Args:
-            late: Subgroups with an early update that was not issued before the norm, or was dropped. Their whole update
-                is issued after the norm.
-        """
+        # Usually this is the plan's order. If a subgroup in ``late`` needs a staging buffer, the subgroups that already
+        # hold a staging buffer come first, because their updates free the buffers.
         if not any(self.redo[s].steps[0].takes == Slot.STAGING for s in late):
             return [*self.order]
         held = [s for s in self.order if (Slot.STAGING, s) in self.holds]
@@ -194,9 +181,6 @@ class Issue(Generic[Op]):
         return bool(self._free[step.takes])
 
     def _update_early(self, subgroup: int) -> None:
-        """Issue the ops of a subgroup's update that can run before the gradient norm is known, if the subgroup's
-        gradient is complete.
-        """
         recipe = self._now[subgroup]
         begun, previous = self.early.get(subgroup, (0, None))
         if subgroup not in self._complete or not (begun or recipe.steps[0].takes is None):
@@ -207,15 +191,6 @@ class Issue(Generic[Op]):
             self.early[subgroup] = begun, previous
 
     def _first(self, *, ahead: bool) -> Iterator[int]:
-        """Yield the subgroups that get a buffer for their state before the gradient norm is known.
-
-        Their state is copied or read into this buffer, where the update after the gradient norm finds it. Subgroups
-        that are updated early are not included.
-
-        Args:
-            ahead: True for buffers that are already taken at the end of the previous step (`Slot.ahead`), False for
-                those that are taken during backward.
-        """
         left = dict(self.limits)
         for subgroup in self.order:
             recipe = self._now[subgroup]
@@ -237,13 +212,9 @@ class Issue(Generic[Op]):
         return self._take(step, subgroup, waits)
 
     def _take(self, step: Step, subgroup: int, waits: list[Op]) -> Op:
-        """Issue an op of a subgroup's update. If the op needs a buffer, it waits for the op that freed the buffer.
-
-        An op that copies state to the GPU also waits until the latest copy of this state back to the host has ended. A
-        free buffer is not enough if the step clips: the subgroup's early update is dropped, and its state is copied to
-        the GPU a second time in the step. Another subgroup may have freed a buffer for this second copy before the
-        state was back on the host.
-        """
+        # If the op needs a buffer, it waits for the op that freed the buffer. An op that copies state to the GPU also
+        # waits until the latest copy of this state back to the host has ended. A free buffer is not enough if the step
+        # clips: the subgroup's early update is dropped, and its state is copied to the GPU a second time in the step.
         if step.takes is not None:
             buffer = self._free[step.takes].popleft()
             self.holds[step.takes, subgroup] = buffer.number

@@ -15,8 +15,8 @@ FP32_BYTES = 4
 class OptimizerState:
     """A description of an optimizer's state: the fp32 tensors that an update reads and writes for each parameter.
 
+
     Attributes:
-        name: Name of the optimizer in plans and workloads.
         tensors: State tensors except the master, named as in DeepSpeed's ``optimizer.state``.
         master: True if an fp32 master parameter is part of the state.
     """
@@ -36,10 +36,7 @@ class OptimizerState:
         return FP32_BYTES * self.tensor_count
 
     def host_traffic_bytes(self, gradient_bytes: int, wire_bytes: int) -> int:
-        """Return the bytes of host memory traffic per parameter that ebbtide's fused CPU update causes.
-
-        In one pass it reads and writes the state, reads the gradient, and writes the new 16-bit parameter.
-        """
+        """Return the bytes of host memory traffic per parameter that ebbtide's fused CPU update causes."""
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
     def adams(self, gradient_bytes: int, wire_bytes: int) -> float:

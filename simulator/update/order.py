@@ -41,8 +41,8 @@ class UpdateOrder(BaseModel):
     def of(self, queue: Queue, members: Sequence[int]) -> list[int]:
         """Return subgroups in the order in which the plan updates them.
 
+
         Args:
-            queue: Queue of the subgroups: updates on the CPU, or updates on the GPU.
             members: Subgroups of the queue, in ascending order.
 
         Raises:
@@ -69,12 +69,7 @@ class UpdateOrder(BaseModel):
 
     @classmethod
     def from_sequences(cls, host: Sequence[int], device: Sequence[int]) -> UpdateOrder:
-        """Build a plan's order of updates from two lists of subgroups. The order is stored in its shortest form.
-
-        Args:
-            host: Subgroups that the CPU updates, in the order of updates.
-            device: All other subgroups, in the order of updates.
-        """
+        """Build a plan's order of updates from two lists of subgroups. The order is stored in its shortest form."""
         return cls(host=compact(host), device=compact(device))
 
 
@@ -107,12 +102,7 @@ def compact(sequence: Sequence[int]) -> Direction | Spans:
 
 
 def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all subgroups, sorted by the time at which backward completes their gradients.
-
-    Args:
-        layers_of_subgroups: For each subgroup, the layers that have parameters in it. The subgroups are in the order of
-            the layers.
-    """
+    """Return all subgroups, sorted by the time at which backward completes their gradients."""
     first = [layers[0] if layers else -1 for layers in layers_of_subgroups]
     return tuple(sorted(range(len(first)), key=lambda s: (first[s], s), reverse=True))
 

@@ -23,9 +23,9 @@ FULLEST_BALANCE = 12.0  # number of wrong steps that the balance covers at most
 class StepTimes(NamedTuple):
     """The times of an iteration, in seconds, under a plan with updates that start before the gradient norm is known.
 
+
     Attributes:
         right_s: Time if these early updates are kept, because the step does not clip or overflow.
-        plain_s: Time if all updates wait for the gradient norm.
         wrong_s: Time if the early updates are redone, because the step clips or overflows.
     """
 
@@ -37,8 +37,6 @@ class StepTimes(NamedTuple):
     def saves(self) -> float:
         """Return the time that early updates save in a step that does not clip, as a fraction of the step's time
         without early updates.
-
-        An early update starts before the gradient norm is known.
         """
         return (self.plain_s - self.right_s) / self.plain_s
 
@@ -86,11 +84,7 @@ class PauseRule:
 
     @property
     def on(self) -> bool:
-        """Return True if the next optimizer step may start updates before the gradient norm is known.
-
-        A balance counts the time that such early updates have saved and cost so far. The updates may start if the
-        balance covers the cost of redoing one step's updates.
-        """
+        """Return True if the next optimizer step may start updates before the gradient norm is known."""
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
@@ -107,18 +101,12 @@ class PauseRule:
 
     @property
     def clip_rate(self) -> float:
-        """Return the fraction of steps that clip or overflow, for the search of a new plan.
-
-        It is the fraction counted in training so far, mixed with an assumed one that weighs as much as
-        `ASSUMED_STEPS` counted steps.
-        """
+        """Return the fraction of steps that clip or overflow, for the search of a new plan."""
+        # It is the fraction counted in training so far, mixed with an assumed one that weighs as much as
+        # `ASSUMED_STEPS` counted steps.
         return (self.clipped + ASSUMED_CLIP_RATE * ASSUMED_STEPS) / (self.steps + ASSUMED_STEPS)
 
     def counted(self, clipped: bool) -> None:
-        """Count a finished optimizer step for the fraction of steps that clip.
-
-        Args:
-            clipped: True if the step clipped or overflowed.
-        """
+        """Count a finished optimizer step for the fraction of steps that clip."""
         self.steps += 1
         self.clipped += clipped

@@ -99,9 +99,8 @@ class Recipe:
     def summed_on_device(self) -> Recipe | None:
         """Return this recipe, changed for gradients that are accumulated on the GPU.
 
-        A recipe is the sequence of ops for a subgroup's gradient and update. In the changed recipe, the sum of all
-        micro-batches' gradients is copied to the host once, after the last micro-batch. The result is None if this
-        recipe copies no gradients to the host.
+        In the changed recipe, the sum of all micro-batches' gradients is copied to the host once, after the last micro-
+        batch. The result is None if this recipe copies no gradients to the host.
         """
         sent = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
         if len(sent) == len(self.gradient_steps):
@@ -111,10 +110,7 @@ class Recipe:
 
     @cached_property
     def before_norm(self) -> int:
-        """Return the number of ops at the start of a subgroup's update that do not wait for the gradient norm.
-
-        These ops wait only for the gradient and for buffers.
-        """
+        """Return the number of ops at the start of a subgroup's update that do not wait for the gradient norm."""
         return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
 
 
@@ -165,12 +161,6 @@ def _behind_the_norm(publish: Step) -> Step:
 
 
 def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
-    """Return the ops of a subgroup's update on the GPU that starts before the gradient norm is known.
-
-    New state is copied to another host buffer than that of the old state. New parameters are copied along, and
-    wait there until the norm is known.
-    """
-
     def leaving(b: Bytes) -> float:
         return b.state + b.wire
 
@@ -227,27 +217,15 @@ RECIPES: Mapping[Placement, Recipe] = {
 
 
 def recipe_of(placement: Placement, location: Memory, *, updated_early: bool = False, summed: bool = False) -> Recipe:
-    """Return the recipe (the sequence of ops) of a subgroup's update, for a placement and a parameter location.
-
-    Args:
-        location: Memory that holds the subgroup's parameters between their uses.
-        updated_early: True to update before the gradient norm is known, if the placement allows it.
-        summed: True to accumulate gradients on the GPU, if the placement allows it.
-    """
+    """Return the recipe of a subgroup's update, for a placement and a parameter location."""
     recipe = RECIPES[placement] if location == "device" else RECIPES[placement].parameters_on_host
     recipe = (recipe.updated_early or recipe) if updated_early else recipe
     return (recipe.summed_on_device or recipe) if summed else recipe
 
 
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-    """Return a dict from each kind of buffer to the number of buffers that the updates under a plan use.
-
-    There are never more buffers of a kind than subgroups that use this kind.
-
-    Args:
-        staging_slots: Number of staging buffers of the plan (GPU memory for the state of one subgroup).
-        host_slots: Number of buffers in host memory for state that is stored on drives.
-    """
+    """Return a dict from each kind of buffer to the number of buffers that the updates under a plan use."""
+    # There are never more buffers of a kind than subgroups that use this kind.
     users = Counter(slot for recipe in recipes for slot in recipe.slots)
     return {slot: slot_limit(slot, staging_slots, users[slot], host_slots) for slot in Slot}
 
@@ -261,12 +239,7 @@ def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOS
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """Return how many buffers of each kind may be filled with state before the gradient norm is known, as a dict.
-
-    Buffers of early updates are not counted. The plan's ``prefetch`` limits staging buffers, because activations still
-    take GPU memory at that time. Buffers in host memory have no such limit: all may be filled.
-
-    Args:
-        slots: Number of buffers of each kind, from `slot_limits`.
-    """
+    """Return how many buffers of each kind may be filled with state before the gradient norm is known, as a dict."""
+    # Buffers of early updates are not counted. The plan's ``prefetch`` limits staging buffers, because activations
+    # still take GPU memory at that time.
     return {Slot.STAGING: prefetch, Slot.STATE: slots[Slot.STATE]}

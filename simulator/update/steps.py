@@ -62,10 +62,7 @@ class Slot(StrEnum):
 
 
 class Wait(IntFlag):
-    """The events that an op of a subgroup's update waits for, in addition to the previous op of its lane.
-
-    A lane is a queue of ops, such as a copy direction.
-    """
+    """The events that an op of a subgroup's update waits for, in addition to the previous op of its lane."""
 
     NORM = 1  # the gradient norm is known, and with it the factor that unscales and clips
     GRADIENT = 2  # the gradient is complete, in the memory where the update reads it
@@ -81,10 +78,10 @@ class Bytes:
 
     The amount of work of each op is computed from them.
 
+
     Attributes:
         state: Bytes of fp32 optimizer state, which are also copied to the GPU or read from a drive for an update.
         wire: Bytes of the parameter itself, in the training precision.
-        gradient: Bytes of an accumulated gradient.
         host_traffic: Bytes of host memory traffic of ebbtide's fused update on the CPU.
         adams: Cost of an update relative to Adam's. It is a ratio, not a number of bytes. See `OptimizerState.adams`.
     """
@@ -115,12 +112,9 @@ def adam_passes(amounts: Bytes) -> float:
 
 
 def unfused_passes(amounts: Bytes) -> float:
-    """Return the bytes of host memory traffic per parameter of DeepSpeed's unscale, update and conversion passes.
-
-    The unscale pass reads and writes the fp32 gradient. The update reads the gradient, and reads and writes the state.
-    The conversion reads the fp32 master and writes the 16-bit parameter. The CPU reads each cache line of the 16-bit
-    parameter before it writes to the line, so the parameter counts twice.
-    """
+    """Return the bytes of host memory traffic per parameter of DeepSpeed's unscale, update and conversion passes."""
+    # The conversion reads the fp32 master and writes the 16-bit parameter. The CPU reads each cache line of the 16-bit
+    # parameter before it writes to the line, so the parameter counts twice.
     return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
 
 
@@ -128,10 +122,10 @@ def unfused_passes(amounts: Bytes) -> float:
 class Step:
     """A step of a recipe: one op in the sequence of ops for a subgroup's gradient or update.
 
+
     Attributes:
         rate: Name of the machine's speed at which the op runs, such as a copy bandwidth.
         work: Function that returns the op's work per parameter, such as the bytes of a copy.
-        waits: Events that the op waits for.
         dram: Function that returns the op's host memory traffic per parameter, in bytes.
         takes: Kind of buffer that the op writes to. The op waits until such a buffer is free.
         gives_back: Kind of buffer that becomes free when the op ends.
@@ -179,26 +173,14 @@ def unfused(step: Step) -> Step:
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return an op that copies from host memory to the GPU or to storage, as part of a recipe (the ops of an update).
-
-    The op reads host memory, so it uses DRAM bandwidth.
-
-    Args:
-        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies to that memory.
-    """
+    """Return an op that copies from host memory to the GPU or to storage, as part of a recipe."""
     way = TIERS[memory].into
     assert way is not None
     return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return an op that copies from GPU memory or storage to host memory, as part of a recipe (the ops of an update).
-
-    The op writes to host memory, so it uses DRAM bandwidth.
-
-    Args:
-        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies from that memory.
-    """
+    """Return an op that copies from GPU memory or storage to host memory, as part of a recipe."""
     way = TIERS[memory].out_of
     assert way is not None
     return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]

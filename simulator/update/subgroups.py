@@ -17,10 +17,7 @@ class Cut(Protocol):
 
     @property
     def subgroup_size(self) -> int:
-        """Return the least number of elements of a complete subgroup under a plan.
-
-        Parameters are added to a subgroup until it has at least this many elements.
-        """
+        """Return the least number of elements of a complete subgroup under a plan."""
         ...
 
     @property
@@ -38,11 +35,8 @@ def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
 
 
 def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
-    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its parameters.
-
-    Args:
-        partitions: Number of elements of each parameter's partition on one rank.
-        subgroup_size: Number of elements at which a subgroup is complete.
+    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its
+    parameters.
     """
     result, held, size = list[list[int]](), list[int](), 0
     for elements in partitions:
@@ -61,8 +55,8 @@ def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
     of the vector length (see `cut_flat`). The elements after the last complete part are added to that part if they are
     fewer than half of ``least``. Otherwise they form a smaller part.
 
+
     Args:
-        parameters: Number of elements of each parameter in the subgroup.
         least: Smallest number of elements of a complete part.
     """
     found, size = list[int](), 0
@@ -77,12 +71,10 @@ def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
 
 
 def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
-    """Return the sizes of the subgroups into which a flat partition of ZeRO-1 or 2 is divided.
-
-    Each has ``subgroup_size`` elements, rounded up to a multiple of 16, and the last one has the rest. A parameter may
-    lie in two subgroups. The rounding keeps results bit-identical to those of the undivided partition: DeepSpeedCPUAdam
-    computes the elements after a tensor's last whole vector in another way, and only the last subgroup has such
-    elements.
-    """
+    """Return the sizes of the subgroups into which a flat partition of ZeRO-1 or 2 is divided."""
+    # Each has ``subgroup_size`` elements, rounded up to a multiple of 16, and the last one has the rest. A parameter
+    # may lie in two subgroups. The rounding keeps results bit-identical to those of the undivided partition:
+    # DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in another way, and only the last
+    # subgroup has such elements.
     size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
     return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]

@@ -40,10 +40,7 @@ class Tier:
     out_of: Way | None = None
 
     def capacity_bytes(self, machine: Machine, ranks: int = 1) -> int | None:
-        """Return the bytes of a memory tier (GPU, host or storage) that each of ``ranks`` ranks of a node has.
-
-        The result is None if the machine's profile does not have the size.
-        """
+        """Return the bytes of a memory tier (GPU, host or storage) that each of ``ranks`` ranks of a node has."""
         if not self.capacity:
             return None
         return int(getattr(machine, self.capacity)) // (ranks if self.shared else 1)
@@ -63,9 +60,6 @@ TIERS: Mapping[Memory, Tier] = {
 
 
 def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:
-    """Return True if DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU.
-
-    ZeRO-1 does, because it reduces gradients once per step. ZeRO-2 does if gradients are accumulated in a
-    wider data type than they are reduced in.
-    """
+    """Return True if DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU."""
+    # ZeRO-1 does, because it reduces gradients once per step.
     return zero_stage == 1 or (zero_stage == 2 and gradient_bytes > wire_bytes)

@@ -37,27 +37,19 @@ class Way(NamedTuple):
 
     @staticmethod
     def each(placements: Iterable[Placement], parameters: ParameterLocation = "device") -> tuple[Way, ...]:
-        """Return a `Way` (placement, parameter location, flags) for each placement, with no flag set.
-
-        Args:
-            parameters: Memory that holds the parameters of all these subgroups.
-        """
+        """Return a `Way` for each placement, with no flag set."""
         return tuple(Way(placement, parameters) for placement in placements)
 
     @property
     def code(self) -> int:
-        """Return the number that encodes this way of updating: its placement, parameter location and flags.
-
-        The number is below 128, so that it fits into a signed byte. `of_codes` decodes it.
-        """
+        """Return the number that encodes this way of updating: its placement, parameter location and flags."""
+        # The number is below 128, so that it fits into a signed byte.
         code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
         return code + self.early * EARLY + self.sum_on_device * SUMMED
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe (the sequence of ops) for updating a subgroup with this placement, parameter location and
-        flags.
-        """
+        """Return the recipe for updating a subgroup with this placement, parameter location and flags."""
         return recipe_of(self.placement, self.parameters, updated_early=self.early, summed=self.sum_on_device)
 
     @property
@@ -77,10 +69,7 @@ class Way(NamedTuple):
 
     @property
     def plain(self) -> Way:
-        """Return a copy of this `Way` (placement, parameter location, flags) with both flags off.
-
-        The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
-        """
+        """Return a copy of this `Way` with both flags off."""
         return Way(self.placement, self.parameters)
 
     @property
@@ -90,38 +79,27 @@ class Way(NamedTuple):
 
     @property
     def can_sum_on_device(self) -> bool:
-        """Return True if a plan can choose that the GPU accumulates a subgroup's gradients over several micro-batches.
-
-        The choice exists only for a subgroup with gradients that the update reads from host memory. Without
-        accumulation on the GPU, these gradients are copied to host memory in each micro-batch. Gradients of other
-        subgroups stay in GPU memory anyway.
+        """Return True if a plan can choose that the GPU accumulates a subgroup's gradients over several micro-
+        batches.
         """
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 
     def fitted(self) -> Way:
-        """Return a copy of this `Way` without the flags that its placement forbids.
-
-        A `Way` consists of a placement, a parameter location and flags. The flags are an early update (before the
-        gradient norm is known) and gradient accumulation on the GPU.
-        """
+        """Return a copy of this `Way` without the flags that its placement forbids."""
         return self._replace(
             early=self.early and self.can_be_early, sum_on_device=self.sum_on_device and self.can_sum_on_device
         )
 
 
 def plain_ways() -> list[Way]:
-    """Return all combinations of a placement and a parameter location, as `Way` objects with both flags off.
-
-    The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
-    """
+    """Return all combinations of a placement and a parameter location, as `Way` objects with both flags off."""
     return [Way(placement, parameters) for parameters, placement in product(LOCATION_CODES, RECIPES)]
 
 
 def ways() -> list[Way]:
     """Return all valid ways of updating a subgroup: combinations of placement, parameter location and two flags.
 
-    The combinations with both flags off come first. The flags are an early update (before the gradient norm is
-    known) and gradient accumulation on the GPU.
+    The combinations with both flags off come first.
     """
     every = (
         plain._replace(early=early, sum_on_device=summed)

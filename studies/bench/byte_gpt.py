@@ -48,10 +48,7 @@ class ByteGPTConfig:
 
     @property
     def params(self) -> int:
-        """Return the number of parameters of the byte-level GPT with these sizes.
-
-        The blocks, the token and position embeddings, the last norm and the output head are counted.
-        """
+        """Return the number of parameters of the byte-level GPT with these sizes."""
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (2 * VOCABULARY + self.sequence + 2) * self.hidden
 
@@ -106,8 +103,8 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """A GPT that predicts the next byte. ``forward(inputs, targets)`` returns the mean cross entropy.
 
+
     Args:
-        config: Sizes of the model.
         seed: Seed of the initial weights. Torch's global random state is not used. Weights are drawn from N(0, 0.02),
             and residual outputs are scaled by 1/sqrt(2 layers) as in GPT-2. If None, the weights stay uninitialized.
             Use None under ``deepspeed.zero.Init``, which partitions the parameters while modules are built.

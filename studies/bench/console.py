@@ -70,11 +70,9 @@ def publish(study: str, path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def tables(title: str, figures: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield tables that show a study's results on the terminal.
-
-    The first table has all results that are single values. Each result that is a list of rows gets a
-    further table. Plans, and lists of more than `MOST_ROWS` rows, are left out.
-    """
+    """Yield tables that show a study's results on the terminal."""
+    # Each result that is a list of rows gets a further table. Plans, and lists of more than `MOST_ROWS` rows, are left
+    # out.
     yield from _table(title, [_flat(figures)])
     yield from _tables_in(title, figures)
 
@@ -99,10 +97,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return one row of a study's results as a flat dict, with the keys of nested values joined to ``outer.inner``.
-
-    Lists, tables and plans are left out.
-    """
+    # Lists, tables and plans are left out.
     made: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -113,10 +108,6 @@ def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
-    """Yield one terminal table of a study's result rows, or nothing if the rows have no columns.
-
-    The table is transposed if it has more columns than rows.
-    """
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         return
@@ -129,7 +120,6 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _shown(name: str, values: list[Any]) -> Iterator[str]:
-    """Yield the texts of one column of a result table: the heading with the unit, then each value in that unit."""
     end = next((end for end in UNITS if name.endswith(end)), "")
     factor, unit = UNITS.get(end, (1.0, ""))
     yield " ".join([name.removesuffix(end).replace("_", " "), unit]).strip()

@@ -50,13 +50,9 @@ def _build_folder(op: str) -> Path:
 
 @contextlib.contextmanager
 def _own_lock(folder: Path) -> Iterator[None]:
-    """Hold a file lock while an op of DeepSpeed is compiled, and remove a stale lock file of torch.
-
-    torch marks a running compilation with a plain file named ``lock``. If the compiling process is
-    killed, this file stays, and every later process waits forever. The lock held here is an flock,
-    which the system releases when its process ends. So a process that gets the flock and still finds
-    torch's file knows that the earlier compilation is dead.
-    """
+    # torch marks a running compilation with a plain file named ``lock``. If the compiling process is killed, this file
+    # stays, and every later process waits forever. The lock held here is an flock, which the system releases when its
+    # process ends.
     marker = folder / "ebbtide-building"
     with (folder / "ebbtide-lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

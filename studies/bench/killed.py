@@ -83,11 +83,8 @@ class KillingFiles(Files):
         self._lock = threading.Lock()
 
     def hit(self, name: str) -> bool:
-        """Return True if the process must be killed now, when it has reached a named point of the checkpoint code.
-
-        A study chooses the point, and how often the process must reach the point before the process is killed. Each
-        call for this point counts as one arrival.
-        """
+        """Return True if the process must be killed now, when it has reached a named point of the checkpoint code."""
+        # A study chooses the point, and how often the process must reach the point before the process is killed.
         with self._lock:
             self._left -= name == self._kill.point
             return name == self._kill.point and self._left == 0
@@ -127,8 +124,8 @@ def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Pa
     An attempt can fail to kill for two reasons. A random moment may come after the end of the run. A kill may be due
     when a point in the code is reached for the n-th time, but the run may reach it fewer times.
 
+
     Args:
-        kill: Moment of the first kill.
         attempt: Function that trains in a given folder, kills the training, and returns the outcome.
         folder: Folder for the files of all attempts. It is removed if the last kill took effect and did no damage.
 

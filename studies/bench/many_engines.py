@@ -19,11 +19,9 @@ def answer_once() -> None:
 
 
 def remember_processor() -> None:
-    """Make DeepSpeed read the name of the CPU model only once per process.
-
-    Otherwise every CPU optimizer and every op builder of DeepSpeed starts a separate process to read the name, which
-    takes over a second.
-    """
+    """Make DeepSpeed read the name of the CPU model only once per process."""
+    # Otherwise every CPU optimizer and every op builder of DeepSpeed starts a separate process to read the name, which
+    # takes over a second.
     import cpuinfo
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
@@ -44,12 +42,10 @@ def format_nothing() -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude all present Python objects from later garbage collections, to speed up building engines.
-
-    DeepSpeed collects garbage whenever it builds a ZeRO-3 engine, and Accelerate whenever it prepares
-    one. A collection takes 1.5 s for the imported modules. It takes longer with each earlier engine,
-    because DeepSpeed's hooks keep engines alive.
-    """
+    """Exclude all present Python objects from later garbage collections, to speed up building engines."""
+    # DeepSpeed collects garbage whenever it builds a ZeRO-3 engine, and Accelerate whenever it prepares one. A
+    # collection takes 1.5 s for the imported modules. It takes longer with each earlier engine, because DeepSpeed's
+    # hooks keep engines alive.
     _unfreeze_at_exit()
     gc.collect()
     gc.freeze()
@@ -57,10 +53,6 @@ def freeze_heap() -> None:
 
 @functools.cache
 def _unfreeze_at_exit() -> None:
-    """Make the process call `gc.unfreeze` when it exits, so that the objects frozen by `freeze_heap` are collected
-    again.
-
-    Without `gc.unfreeze`, Triton would report its own types as leaked. The function is cached, so only its first call
-    has an effect.
-    """
+    # Without `gc.unfreeze`, Triton would report its own types as leaked. The function is cached, so only its first call
+    # has an effect.
     atexit.register(gc.unfreeze)

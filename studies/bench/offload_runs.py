@@ -111,11 +111,7 @@ class Run:
 
     @property
     def labelled_hidden(self) -> int:
-        """Estimate the hidden size of a published run's model from its number of layers and its label, such as 13B.
-
-        Return the largest multiple of 512 for which a model with this number of layers has no more parameters than
-        the label says. The run's source gives the label and the number of layers.
-        """
+        """Estimate the hidden size of a published run's model from its number of layers and its label, such as 13B."""
         largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
         return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP
 
@@ -222,7 +218,7 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
 
 
 def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
-    """Return an on/off setting from a published run's CSV row. None if an older DeepSpeed did not log the setting."""
+    # None if an older DeepSpeed did not log the setting.
     if _blank(row, name):
         return None
     value = _number(row, name, where)
@@ -232,10 +228,6 @@ def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
 
 
 def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
-    """Return the update stride of a published run, from its CSV row.
-
-    It is ``n`` if every ``n``-th subgroup was updated on the GPU, and 0 if none was.
-    """
     stride = _number(row, "stride", where, USUAL["stride"])
     if stride != int(stride) or stride < int(prefetch):
         raise RunError(
@@ -246,10 +238,6 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
 
 
 def _heads(row: dict[str, str], where: str, hidden: int) -> int:
-    """Return the number of attention heads of a published run's model, from the run's row in the CSV file.
-
-    If the file has no column for the heads, there are 32. If the run's cell is blank, each head has 128 elements.
-    """
     if "heads" not in row:
         return 32
     if _blank(row, "heads"):
@@ -261,12 +249,9 @@ def _heads(row: dict[str, str], where: str, hidden: int) -> int:
 
 
 def _usual(params_b: float) -> dict[str, float]:
-    """Return usual values for the fields that a published run's CSV row leaves blank, as a dict by column.
-
-    Settings get the value that most published runs have. The number of layers is that of the known model nearest to
-    ``params_b`` billion parameters, and the hidden size is chosen so that the model has about ``params_b`` billion
-    parameters.
-    """
+    # Settings get the value that most published runs have. The number of layers is that of the known model nearest to
+    # ``params_b`` billion parameters, and the hidden size is chosen so that the model has about ``params_b`` billion
+    # parameters.
     label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
     layers, hidden = SHAPES[label]
     if abs(params_b / label - 1) > _LABEL_TOLERANCE:
@@ -275,10 +260,6 @@ def _usual(params_b: float) -> dict[str, float]:
 
 
 def _accumulation(row: dict[str, str], where: str, micro_batch: int, dp: int) -> int:
-    """Return the number of micro-batches per iteration of a published run, by DeepSpeed's rule.
-
-    The rule is: train_batch_size = micro-batch x accumulation x data-parallel ranks.
-    """
     if _blank(row, "global_batch"):
         return 1
     batch = int(_positive(row, "global_batch", where))

@@ -58,7 +58,6 @@ def page_moves(url: str, moves: int = 60) -> list[float]:
 
 
 def _answered(page: Any, times: int) -> None:
-    """Wait until the web page has received ``times`` answers from ebbtide's service and has drawn its whole table."""
     page.wait_for_function(
         "(n) => performance.getEntriesByName('answer').length >= n && "
         "document.querySelector('#table').getAttribute('aria-busy') === 'false'",

@@ -151,10 +151,7 @@ class PhaseClock:
         return [{**row, "iteration": sum(row.values())} for row in rows]
 
     def threads(self) -> list[dict[str, dict[str, Any]]]:
-        """Return a list with a dict per timed training step: by phase, what the training threads did in the phase.
-
-        ``gpu_s`` is the time between two events of the GPU. None without a GPU.
-        """
+        """Return a list with a dict per timed training step: by phase, what the training threads did in the phase."""
         seconds = self.seconds() if self._cuda else [None] * len(self._samples)
         pairs = zip(self._samples, self._samples[1:], seconds, strict=False)
         return _by_phase([{"gpu_s": gpu_s, **begin.until(end)} for begin, end, gpu_s in pairs])

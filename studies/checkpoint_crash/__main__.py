@@ -122,12 +122,9 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
 
 
 def _occurrence(point: str, rng: random.Random) -> int:
-    """Draw at random a number n. The study kills training when it reaches a given point of the checkpoint code for the
-    n-th time.
-
-    For points that delete old checkpoints, n is small, because deletion begins with the third save. For the point
-    that copies a block, n may be large, because each save passes this point many times.
-    """
+    # The study kills training when it reaches a given point of the checkpoint code for the n-th time. For points that
+    # delete old checkpoints, n is small, because deletion begins with the third save. For the point that copies a
+    # block, n may be large, because each save passes this point many times.
     if point.startswith("trash") or point == "tag_set_aside":
         return rng.randint(1, 4)
     return rng.randint(1, 12 if point == "copied_on_update" else 6)
@@ -165,10 +162,10 @@ def _require_success(run: Run) -> None:
 def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float) -> Trial:
     """Kill a training run, verify its checkpoints, resume it, and compare it with an uninterrupted run.
 
+
     Args:
         homes: Where the run keeps its 16-bit parameters, as a key of `RESUMED_WITH`.
         truth: State hashes of the uninterrupted run, by rank and step.
-        length_s: Seconds that the uninterrupted run took.
 
     Returns:
         The outcome, with all faults that were found.
@@ -200,10 +197,6 @@ def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Refe
 
 
 def _run_and_kill(run: Run, length_s: float) -> bool:
-    """Start a training run and kill one of its ranks. Return True if the rank died as intended.
-
-    As intended means that it died of SIGKILL, and at the chosen point of the code if there is one.
-    """
     ranks = start(run)
     victim = ranks[run.kill.rank]
     if not run.kill.point:
@@ -229,10 +222,7 @@ def _number(note: Path) -> int:
 
 
 def _check_disk(trial: Trial, folder: Path) -> None:
-    """Check the checkpoints that are on disk after the kill of a training run, and note the faults in ``trial``.
-
-    Every checkpoint must be whole, and none that the run reported as committed may be missing.
-    """
+    # Every checkpoint must be whole, and none that the run reported as committed may be missing.
     for entry in list_checkpoints(folder):
         if entry.status != "committed" or verify(folder, entry.tag):
             trial.torn.append(f"{entry.tag}: {entry.status} {verify(folder, entry.tag)[:1]}")

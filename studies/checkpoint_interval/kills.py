@@ -29,22 +29,14 @@ def paid_at(steps: int, iteration_s: float, cost: CheckpointCost) -> CheckpointC
 
 
 def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures) -> float:
-    """Return the expected goodput (useful training per time) of training with a checkpoint every ``steps`` steps.
-
-    The time for which a checkpoint waits for the previous one to be written is included.
-    """
+    """Return the expected goodput (useful training per time) of training with a checkpoint every ``steps`` steps."""
+    # The time for which a checkpoint waits for the previous one to be written is included.
     return expected_goodput(iteration_s, paid_at(steps, iteration_s, cost), failures, steps)
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
     """Return the predicted number of training steps between two failures that are not lost, because a checkpoint
     contains them when the second failure comes.
-
-    Args:
-        gap_s: Seconds between the two failures.
-        steps: Number of steps between two checkpoints.
-        restart_s: Seconds that a restart takes.
-        cost: Cost of one checkpoint.
     """
     paid = paid_at(steps, iteration_s, cost)
     interval_s = steps * iteration_s + paid.cost_s
@@ -52,11 +44,7 @@ def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float,
 
 
 def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
-    """Return a list of ``count`` times in seconds between failures, exponentially distributed and in random order.
-
-    To follow the distribution closely, it is cut into ``count`` equally likely parts, and the middle quantile of each
-    part is taken. Only the order is random.
-    """
+    """Return a list of ``count`` times in seconds between failures, exponentially distributed and in random order."""
     gaps = [-mtbf_s * math.log(1 - (i + 0.5) / count) for i in range(count)]
     random.Random(seed).shuffle(gaps)
     return gaps
@@ -96,7 +84,7 @@ def campaign(
 
 
 def _committed(folder: Path) -> int:
-    """Return the step of the newest valid checkpoint in a folder. Training would resume from this step."""
+    # Training would resume from this step.
     from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
 
     if not folder.is_dir():
@@ -147,11 +135,10 @@ def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict
     measured iteration time, because other load changes the machine's speed. The prediction assumes failures at the same
     times as in the measurement.
 
+
     Args:
         row: Results with this interval: the useful steps, and for each failure the length of the period before it and
             the iteration time in this period.
-        restart_s: Seconds that a restart takes.
-        cost: Cost of one checkpoint.
     """
     steps, failures = row["interval_steps"], row["failures"]
     expected = sum(useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures)

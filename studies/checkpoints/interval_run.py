@@ -115,15 +115,7 @@ def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> N
 
 
 def read_notes(notes: Path, kind: str) -> list[tuple[float, ...]]:
-    """Return the numbers in those lines of a training run's notes file that begin with a given word.
-
-    A last line that was cut short by a kill is left out.
-
-    Args:
-        kind: Word at the beginning of a line, such as ``step``.
-
-    Returns:
-        A list with a tuple of numbers for each such line.
-    """
+    """Return the numbers in those lines of a training run's notes file that begin with a given word."""
+    # A last line that was cut short by a kill is left out.
     lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
     return [tuple(float(x) for x in line.split()[1:]) for line in lines if line.startswith(kind)]

@@ -46,8 +46,8 @@ WRITE_BYTES_PER_S = 30e6  # with this rate, writing a checkpoint takes about two
 class Kill(killed.Kill):
     """A SIGKILL of one rank of a training run: its moment, the rank, and how the run saves its checkpoints.
 
+
     Attributes:
-        rank: Rank that is killed.
         one_tag: True if the run saves every checkpoint under the same tag, so that a checkpoint replaces the previous
             one.
         exchange: False if the run saves as on a filesystem that cannot swap two names in one step.
@@ -221,7 +221,6 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
 
 
 def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a DeepSpeed engine on an emulated device, under a plan that uses every placement of optimizer state."""
     import ebbtide.runtime.checkpoint
     import ebbtide.runtime.storage.store
 
@@ -268,12 +267,6 @@ def _resume(engine: Any, run: Run) -> tuple[int, str]:
 
 
 def _batch(rank: int, step: int, device: Any) -> Any:
-    """Return the inputs and targets of a training step. A random number from torch's generator is added to the inputs'
-    token values.
-
-    If a resume does not restore the random state, the inputs are therefore other ones than in training without a
-    crash, and the weights show the difference.
-    """
     import torch
 
     from studies.bench.byte_gpt import SIZES, Batches
@@ -314,10 +307,6 @@ def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
 
 
 def reap(ranks: Sequence[Forked], timeout_s: float) -> list[int]:
-    """Wait for the rank processes of a training run, and kill those still running after ``timeout_s`` seconds.
-
-    Returns:
-        The exit codes, negative for signals.
-    """
+    """Wait for the rank processes of a training run, and kill those still running after ``timeout_s`` seconds."""
     end = time.monotonic() + timeout_s
     return [rank.ended(end - time.monotonic()) for rank in ranks]

@@ -186,9 +186,9 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
 
     Training and saving run in this process.
 
+
     Args:
         name: Key of `WRITERS`, such as ``ebbtide``. ``none`` saves nothing.
-        folder: Folder for the checkpoints.
     """
     engine, batches = _engine(workload, WRITERS[name].config())
     writer = WRITERS[name](engine)
@@ -236,14 +236,8 @@ class _Session:
         self.last_tag = ""
 
     def train(self, steps: int, every: int) -> dict[str, Any]:
-        """Train ``steps`` steps, and return the stall per checkpoint and the time per iteration, in seconds.
-
-        A stall is the time of the save itself and of later waits of training for this checkpoint. With a
-        checkpoint in every step the values are medians, otherwise means.
-
-        Args:
-            every: Number of steps between two checkpoints. 0 means no checkpoints.
-        """
+        # A stall is the time of the save itself and of later waits of training for this checkpoint. With a checkpoint
+        # in every step the values are medians, otherwise means.
         from studies.bench.byte_gpt import train_step
 
         stalls, iterations = list[float](), list[float]()
@@ -279,10 +273,6 @@ class _Session:
 
 
 def _write_rate(session: _Session, folder: Path) -> float:
-    """Return the bytes per second at which a checkpoint is written to disk while no training runs.
-
-    The time is from the call of the writer until the checkpoint is durable.
-    """
     rates = []
     for number in range(3):
         begin = time.perf_counter()
@@ -343,7 +333,6 @@ def _median_ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def _restore(writer: Writer, folder: Path, tag: str) -> float:
-    """Return the seconds to load a checkpoint from disk, with its pages dropped from the page cache first."""
     for path in (folder / tag).rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)

@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def test_files(root: Path, named: Iterable[str]) -> list[str]:
-    """Return a list of all test files among the given files and folders, with paths relative to ``root``."""
     found = [path for name in named for path in sorted((root / name).rglob("test_*.py"))]
     found += [root / name for name in named if name.endswith(".py")]
     return [str(path.relative_to(root)) for path in found]
@@ -152,9 +151,6 @@ def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: lis
 
     ``attached`` counts the passed tests in which at least one engine had a plan. ``stepped`` counts the
     passed tests in which an engine also took a step under its plan.
-
-    Args:
-        cases: Tests of the file that pass with stock DeepSpeed.
     """
     outcomes = {case: ended.get((arm, case), {}).get("outcome", "not run") for case in cases}
     good = {case for case, outcome in outcomes.items() if outcome == "passed"}

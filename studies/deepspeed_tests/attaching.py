@@ -44,10 +44,6 @@ class Case:
 
     A test passes this object to its child processes. When a process unpickles the object, `deepspeed.initialize` is
     replaced there. So the process builds its engines as the variant requires, such as with a plan.
-
-    Attributes:
-        arm: Name of the variant: key of `studies.deepspeed_tests.ARMS`.
-        notes: The study's notes file.
     """
 
     name: str
@@ -70,14 +66,8 @@ class Case:
 
 
 def begin(name: str, arm: str, notes: str) -> Case:
-    """Replace `deepspeed.initialize` in this process, so that engines are built as the variant ``arm`` requires.
-
-    A variant is for example stock DeepSpeed, or ebbtide with the plan ``auto``.
-
-    Args:
-        name: Name of the test of DeepSpeed that is about to run.
-        notes: Path of the study's notes file.
-    """
+    """Replace `deepspeed.initialize` in this process, so that engines are built as the variant ``arm`` requires."""
+    # A variant is for example stock DeepSpeed, or ebbtide with the plan ``auto``.
     case = Case(name, arm, Path(notes))
     deepspeed.initialize = DEEPSPEED if arm == "plain" else _initialize_of(case)
     return case
@@ -115,14 +105,6 @@ def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Remove the DeepSpeed config from the arguments of a `deepspeed.initialize` call, and return a copy of it, so that
-    the caller can pass a changed config.
-
-    If the config does not use ZeRO, return None and leave the arguments unchanged.
-
-    Args:
-        given: Arguments of the call, by name.
-    """
     known = given.get("config") or given.get("config_params")
     known = known or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(known, (str, Path)):

@@ -38,8 +38,8 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 class DemoSize:
     """The size of the demo.
 
+
     Attributes:
-        model: Model to train.
         seconds: Total seconds for measuring the speeds of the machine.
         elements: Number of elements in the subgroup of optimizer state that is used to measure these speeds.
     """
@@ -124,11 +124,6 @@ class Demo:
         self.console.print(demo_tables.plan(plan))
 
     def _same(self) -> bool:
-        """Print the phase times of training with stock DeepSpeed and under the plan.
-
-        Returns:
-            True if losses, parameters and optimizer state of both runs are bit-identical.
-        """
         same = self._compare("stock", "plan")
         times = self._times()
         self.console.print(demo_tables.times(times, machine_label(self.machine)))
@@ -192,11 +187,6 @@ class Demo:
             yield child
 
     def _watch(self, child: PhaseProcess, title: str) -> None:
-        """Show the progress of one of the demo's processes until the process ends or pauses.
-
-        Raises:
-            PhaseError: If the process fails.
-        """
         with self._bar() as bar:
             task = bar.add_task(title, total=None, note="")
             for step in child.progress():
@@ -217,10 +207,6 @@ class Demo:
         )
 
     def _compare(self, reference: str, name: str) -> bool:
-        """Return True if two training runs of the demo end with the same bits.
-
-        In both cases, delete the tensors that the run ``reference`` has saved, which take gigabytes on disk.
-        """
         wrong = same_bits(self.folder, reference, name)
         losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
         if wrong or not losses:
@@ -240,12 +226,6 @@ class Demo:
         return times | predicted_phases(plan, "plan")
 
     def _early_and_not(self) -> tuple[Plan, dict[str, float], dict[str, float], Run]:
-        """Return the results of the demo's runs with and without early updates (before the gradient norm is known).
-
-        Returns:
-            The plan with early updates, its seconds of an iteration, those of the plan without early updates, and the
-            training run with early updates. The seconds are dicts with the keys ``measured`` and ``predicted``.
-        """
         rows: dict[bool, tuple[Plan, dict[str, float], Run]] = {}
         for name in ("plan", "toggled"):
             plan, run = Plan.load(self.folder / f"{name}.json"), Run.load(self.folder, name)

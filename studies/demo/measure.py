@@ -43,11 +43,7 @@ def make_plan(folder: Path) -> None:
 
 
 def toggled(plan: Plan) -> Plan:
-    """Return a copy of a plan that differs only in its early updates, to show what early updates gain.
-
-    An early update starts before the gradient norm is known. If the plan has early updates, the copy has
-    none. If the plan has none, the copy has as many as possible.
-    """
+    """Return a copy of a plan that differs only in its early updates, to show what early updates gain."""
     early = not any(plan.updated_early)
     ways = tuple(way._replace(early=early).fitted() for way in plan.ways)
     return plan.model_copy(update={"ways": ways, "prediction": None, "alternatives": (), "reasons": ()})

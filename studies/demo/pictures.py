@@ -42,10 +42,7 @@ def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: s
 
 
 def last_iterations(timeline: Timeline, count: int) -> Timeline:
-    """Return the last ``count`` completed iterations of a timeline, shifted to begin at second 0.
-
-    A timeline holds the start and end of every op of the training steps.
-    """
+    """Return the last ``count`` completed iterations of a timeline, shifted to begin at second 0."""
     return _cut(timeline, _ended(timeline)[-count:])
 
 
@@ -97,11 +94,6 @@ def _draw_memory(ax: Axes, workload: Workload, machine: Machine) -> None:
 
 
 def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
-    """Return the start in seconds, the end in seconds and the name of each training phase.
-
-    Args:
-        curve: Points of a curve of memory use over time. Each point has the name of its training phase.
-    """
     result: list[tuple[float, float, str]] = []
     for point, following in pairwise(curve):
         if result and result[-1][2] == point.phase:
@@ -112,13 +104,7 @@ def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
 
 
 def draw_comparison(bars: Mapping[str, Mapping[str, float]], path: Path, label: str, verdict: str) -> None:
-    """Draw one bar for each training run or prediction, stacked from the times of the training phases.
-
-    Args:
-        bars: Seconds of ``forward``, ``backward``, ``step`` and ``iteration``, by the name of the run or prediction.
-        label: Second line of the title: the model and the machine.
-        verdict: First line of the title: are the losses, parameters and moments of all runs bit-identical?
-    """
+    """Draw one bar for each training run or prediction, stacked from the times of the training phases."""
     with picture(path, dpi=140, figsize=(9, 0.8 * len(bars) + 1.9)) as (_, ax):
         _draw_bars(ax, bars)
         ax.set_title(f"{verdict}\n{label}", loc="left", fontsize=10)

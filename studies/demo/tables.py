@@ -98,9 +98,6 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
     """Return a table of training times, with a row per training phase and a column per run or prediction.
 
     The last column is the speed-up of the plan over stock DeepSpeed.
-
-    Args:
-        columns: Seconds of each phase, by the name of the run or prediction.
     """
     table = _table("per iteration", *columns, "speed-up")
     for phase in (*PHASES, "iteration"):
@@ -113,10 +110,7 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
 
 
 def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, float], run: Run) -> str:
-    """Return one line on how early updates change the time of an iteration, measured and predicted.
-
-    An early update starts before the gradient norm is known.
-    """
+    """Return one line on how early updates change the time of an iteration, measured and predicted."""
     if not any(plan.updated_early):
         return "early updates: none are possible under this plan"
     shown = [f"{times[k] * 1e3:.0f} ms {k} with them, {without[k] * 1e3:.0f} ms without" for k in times]

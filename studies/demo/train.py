@@ -41,9 +41,9 @@ class DemoModel:
     The runs of DeepSpeed and of each plan train in turn, so that a change of the machine's speed affects
     all of them equally. A turn is a few steps of one run, and takes about a second.
 
+
     Attributes:
         size: Key of `studies.bench.byte_gpt.SIZES`.
-        turns: Number of turns of each run.
     """
 
     size: str = "57m"
@@ -124,10 +124,8 @@ class Training:
         (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     def clipped(self) -> int:
-        """Return the number of steps of this demo run that clipped or overflowed.
-
-        Only ebbtide counts such steps, so the result is 0 for a run with stock DeepSpeed.
-        """
+        """Return the number of steps of this demo run that clipped or overflowed."""
+        # Only ebbtide counts such steps, so the result is 0 for a run with stock DeepSpeed.
         session = getattr(self.engine.optimizer, "_ebbtide", None)
         return session.pausing.clipped if session is not None else 0
 
@@ -164,9 +162,6 @@ def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
 
     This run pauses before each turn and before it writes its results, so that the other runs can train in
     between. All steps of a turn except its first one are timed.
-
-    Args:
-        name: Name of the plan's file and of the run.
     """
     plan = folder / f"{name}.json"
     run = Training(model, plan)

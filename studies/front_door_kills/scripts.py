@@ -21,10 +21,9 @@ LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "don
 class Script:
     """A training script to test.
 
+
     Attributes:
         name: Kind of the script: ``trainer``, ``accelerate`` or ``loop``.
-        limit: Number of checkpoints that the script keeps.
-        checkpoint: Checkpoint settings.
     """
 
     name: str
@@ -32,10 +31,7 @@ class Script:
     checkpoint: dict[str, Any]
 
     def saved(self, folder: Path) -> list[int]:
-        """Return the steps at which the script has saved a complete checkpoint to its folder.
-
-        A checkpoint counts as complete if it has the file that the script writes last.
-        """
+        """Return the steps at which the script has saved a complete checkpoint to its folder."""
         pattern, last = FOLDER[self.name], LAST_FILE[self.name]
         steps = (step for step in range(1, STEPS + 1))
         return [s for s in steps if (folder / pattern.format(s) / last).exists()]
@@ -177,7 +173,6 @@ def _step(engine: Any, examples: list[dict[str, Any]], step: int) -> float:
 
 
 def _newest(script: Script, folder: Path) -> int:
-    """Return the step of a training script's newest checkpoint, as read from the names of the checkpoint folders."""
     names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - as people write it
     pattern = FOLDER[script.name]
     return max((s for s in range(STEPS + 1) if pattern.format(s) in names), default=0)
@@ -191,11 +186,6 @@ def _trained(
     load: Callable[[str], object],
     save: Callable[[str], object],
 ) -> tuple[int, list[float], Any]:
-    """Train a loop that saves each checkpoint to a new folder and then deletes the oldest folders.
-
-    Returns:
-        The step that training started from, the losses, and the engine's optimizer.
-    """
     examples, losses, pattern = _examples(), list[float](), FOLDER[script.name]
     first = _newest(script, folder)
     if first:

@@ -161,10 +161,6 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one section (check or measurement) of the GPU suite in its own process, and return its results.
-
-    If the suite's folder has complete results of an earlier run, they are returned instead.
-    """
     path = suite.out / f"{name}.json"
     if not suite.again and (known := _whole(path, suite)) is not None:
         return known

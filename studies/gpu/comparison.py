@@ -50,23 +50,13 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
 
 
 def _reference(name: str) -> str:
-    """Return the name of the stock DeepSpeed run to compare a run of ebbtide or another offloading system with.
-
-    A run that accumulates gradients, or that does not clip them, is compared with a stock run of the same kind.
-
-    Args:
-        name: Name of the run to compare, such as ``superoffload``.
-    """
     if name in WITHOUT or name == ACCUMULATING:
         return ACCUMULATING
     return f"stock{UNCLIPPED}" if name.endswith(UNCLIPPED) else "stock"
 
 
 def _features(suite: Suite) -> dict[str, list[str]]:
-    """Return the command-line arguments of the runs that show what each feature of ebbtide gains, by run name.
-
-    There is a run with all features, one without each feature, and one of stock DeepSpeed.
-    """
+    # There is a run with all features, one without each feature, and one of stock DeepSpeed.
     own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
     trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
     for name, fields in WITHOUT.items():
@@ -76,14 +66,8 @@ def _features(suite: Suite) -> dict[str, list[str]]:
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
-    """Return the command-line arguments of each compared training run, by run name.
-
-    The runs are of stock DeepSpeed, ebbtide and other offloading systems. The most important ones come
-    first, because the time limit may end the comparison early.
-
-    Args:
-        only: Names of the other systems to run, such as ``zenflow``.
-    """
+    # The runs are of stock DeepSpeed, ebbtide and other offloading systems. The most important ones come first, because
+    # the time limit may end the comparison early.
     trials: dict[str, list[str]] = {
         "stock": ["--variant", "stock"],
         "ebbtide": ["--variant", "ebbtide", "--plan", str(suite.plan_path)],
@@ -114,12 +98,6 @@ def _mark_best(rows: dict[str, Figures]) -> None:
 
 
 def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
-    """Return ebbtide's speed-up over the fastest other system with the same numerics: stock DeepSpeed, SuperOffload or
-    Twin-Flow.
-
-    Only runs that offload optimizer state and clip gradients are compared. The result is None if ebbtide's run or all
-    other runs failed.
-    """
     if "failed" in ours:
         return None
     others = [

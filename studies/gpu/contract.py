@@ -80,10 +80,6 @@ def contract(suite: Suite) -> Figures:
 
 
 def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
-    """Return the results of all bit comparisons of ebbtide with stock DeepSpeed so far, as a dict.
-
-    ``correct`` is True if the bits are equal in all comparisons, and None if nothing was compared.
-    """
     compared = [row for row in rows if row["identical"] is not None]
     differing = [row for row in compared if not row["identical"]]
     return {
@@ -168,10 +164,6 @@ def _stored(options: dict[str, Any], emulated: bool) -> Outcome:
 
 
 def _automatic(options: dict[str, Any], emulated: bool) -> Outcome:
-    """Train a tiny model with the plan ``auto``, and return its final state, losses and gradient norms.
-
-    With ``auto``, ebbtide makes a plan during the first steps. The last steps train under this plan.
-    """
     import ebbtide.runtime
     from ebbtide.profiler import measure_machine
 

@@ -48,7 +48,6 @@ def draw_parts(folder: Path) -> list[Path]:
 
 
 def _drawn_extremes(trace: Path) -> Path:
-    """Draw the fastest and the slowest iteration of a measured timeline, each from the start of its forward pass."""
     (timeline,) = read_timelines(trace.read_text())
     forwards = [s for s in timeline.spans if s.kind == OpKind.FORWARD]
     starts = sorted(min(s.start_s for s in forwards if s.iteration == n) for n in {s.iteration for s in forwards})
@@ -64,7 +63,6 @@ def _drawn_extremes(trace: Path) -> Path:
 
 
 def _rows(record: Figures) -> list[Figures]:
-    """Return the rows of one section's result, without the rows of runs that failed."""
     return [row for row in record.get("rows") or [] if row.get("iteration_s")]
 
 

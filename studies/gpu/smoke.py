@@ -47,7 +47,6 @@ def ops(suite: Suite) -> Figures:
 
 
 def _fused_adam() -> str:
-    """Compile DeepSpeed's fused Adam, so that later measurements without offload need not wait for the compilation."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     try:
@@ -111,10 +110,6 @@ def _on_device(
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return the number of elements with different bits in two tensors.
-
-    0.0 differs from -0.0, and any two NaN count as equal.
-    """
     bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
     same = (a.view(bits) == b.view(bits)) | (torch.isnan(a) & torch.isnan(b))
     return int((~same).sum())
@@ -199,11 +194,6 @@ class Synchronisations:
 
 
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
-    """Train a tiny model under a plan, and count how often the host waits for the GPU in steps after the warm-up.
-
-    Returns:
-        The timeline of the last steps, and the number of times that the host waited for the GPU, by place in the code.
-    """
     import ebbtide.runtime
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step
@@ -235,8 +225,6 @@ def _debug_waits(mode: str) -> None:
 
 def overlap(timeline: Timeline) -> tuple[float, float]:
     """Return how long the lanes of a training timeline work at the same time, in seconds.
-
-    A lane is a queue of ops that run one after the other, such as the CPU's updates or a copy direction.
 
     Returns:
         Seconds with two or more busy lanes, and seconds with at least one.

@@ -47,9 +47,6 @@ def baseline(suite: Suite) -> Figures:
 
 
 def _against_offload_param(plan: Plan, away: Figures, ours: Figures) -> Figures:
-    """Compare ebbtide with stock DeepSpeed that keeps 16-bit parameters in host memory, and this run's iteration time
-    with the one in the plan file.
-    """
     predicted = [row.iteration_s for row in plan.alternatives if row.strategy == f"{SETTING}offload_param cpu"]
     figures: Figures = {"stock_offload_param_predicted_s": predicted[0] if predicted else None}
     if "failed" in away:

@@ -82,11 +82,7 @@ class Suite:
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 
     def trials(self, arguments: Mapping[str, Sequence[str]]) -> dict[str, Figures]:
-        """Run several trainings, and return their results by the trainings' names, in the same order.
-
-        Args:
-            arguments: For each training, its name and its arguments.
-        """
+        """Run several trainings, and return their results by the trainings' names, in the same order."""
         if self.at_once == 1:  # in this process, where an interrupt ends the running trial
             return {name: self.trial(name, *own) for name, own in arguments.items()}
         with ThreadPoolExecutor(self.at_once) as pool:
@@ -126,10 +122,6 @@ class Suite:
         ]
 
     def _of_this_size(self, *parts: str) -> Path:
-        """Return the path of a GPU suite's result file that belongs to the suite's model size.
-
-        One folder can hold results of several model sizes.
-        """
         return self.out.joinpath(self.size, *parts)
 
     def _measured(self, path: Path, command: list[str]) -> Figures:
@@ -188,11 +180,8 @@ class Suite:
         return f"{lines[-1][-SHOWN_CHARACTERS:]} (exit status {status}; logs/{name}.stderr)"
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables for a training process of the GPU suite.
-
-        They set one thread per core near the GPU, as DeepSpeed's documentation advises. All compared
-        systems get the same environment.
-        """
+        # Return the environment variables for a training process of the GPU suite. They set one thread per core near
+        # the GPU, as DeepSpeed's documentation advises.
         environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "RANK")}
         if not self.emulated:
             from ebbtide.runtime.hardware.cores import near_cores
@@ -232,10 +221,7 @@ class Suite:
         return Workload.load(path)
 
     def plan(self) -> Plan:
-        """Return the tuner's plan for the GPU suite's model within its GPU memory limit.
-
-        A plan that an earlier call has saved is reused.
-        """
+        """Return the tuner's plan for the GPU suite's model within its GPU memory limit."""
         if not self.plan_path.exists():
             self._plan_for(self.workload()).save(self.plan_path)
         return Plan.load(self.plan_path)
@@ -248,11 +234,9 @@ class Suite:
         return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit, subgroup_sizes=())
 
     def plan_all_on(self, micro_batches: int) -> Plan:
-        """Return the tuner's plan for steps of several micro-batches that never clip.
-
-        Such steps allow every feature of a plan. On a machine without a GPU, the plan is then changed to
-        use every feature, even if a feature makes it slower.
-        """
+        """Return the tuner's plan for steps of several micro-batches that never clip."""
+        # Such steps allow every feature of a plan. On a machine without a GPU, the plan is then changed to use every
+        # feature, even if a feature makes it slower.
         accumulating = {"gradient_accumulation_steps": micro_batches, "clip_rate": 0.0}
         plan = self._plan_for(self.workload().model_copy(update=accumulating))
         return plan.with_bits(early=True, sum_on_device=True) if self.emulated else plan
@@ -270,7 +254,6 @@ class Suite:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that the GPU suite started, together with all processes that this process has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

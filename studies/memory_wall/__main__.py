@@ -125,10 +125,6 @@ class LinkCounters:
             raise RuntimeError(f"PCIe traffic is read from NVML, which must give its counters, but: {error}") from error
 
     def _capacity(self) -> float | None:
-        """Return the bandwidth of a GPU's PCIe link in each direction, at the link's present generation and width.
-
-        None if the generation is unknown.
-        """
         generation = self._nvml.nvmlDeviceGetCurrPcieLinkGeneration(self._gpu)
         width = self._nvml.nvmlDeviceGetCurrPcieLinkWidth(self._gpu)
         lane = LANE_BYTES_PER_S.get(generation)

@@ -108,11 +108,7 @@ class Asked:
 
     @property
     def auto_expected_over_truth_pct(self) -> float:
-        """Return by how many percent the iteration time that ``"plan": "auto"`` expects exceeds the true time.
-
-        The expected time comes from the facts that ebbtide's runtime can measure in some training steps. The true time
-        comes from a simulation of the same plan that knows every layer of the workload.
-        """
+        """Return by how many percent the iteration time that ``"plan": "auto"`` expects exceeds the true time."""
         return 100 * (self.auto_expected_s / self.auto_truth_s - 1)
 
 
@@ -206,12 +202,6 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
 
 
 def _possible_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None, effort: float | None) -> float:
-    """Make two full plan searches that differ from the default search. Return the predicted seconds of an iteration
-    under the faster of their two plans.
-
-    One search has another random seed. The other search keeps all 16-bit parameters on the GPU. The default search may
-    choose such plans too, so a faster plan shows what the default search missed.
-    """
     other = ebbtide.tuner.plan(work, machine, storage=storage, effort=effort, seed=1)
     fixed = ebbtide.tuner.plan(work, machine, storage=storage, effort=effort, offload_parameters=False)
     return min(_seconds(other), _seconds(fixed))
@@ -336,10 +326,6 @@ def replanned_s(work: Workload, machine: Machine, made: Plan) -> float:
 
 
 def _by_grid(asked: WhatIf) -> float:
-    """Return the seconds of an iteration that ebbtide's HTTP service predicts in its answer to a what-if request.
-
-    If the request asks for several points, the first one counts.
-    """
     answer = answers.what_if(asked, _silent)
     assert not isinstance(answer, str)
     return float(answer["rows"][0]["iteration_s"])

@@ -79,12 +79,6 @@ def simulated_rates(schedule: Schedule, watched: SimResult, seen: Workload, mach
 
 
 def _cut(job: Workload, *, whole: bool) -> Workload:
-    """Return the job with its optimizer state divided into subgroups as ebbtide's runtime does for ``"plan": "auto"``.
-
-    Args:
-        whole: True to keep DeepSpeed's subgroups. False to divide them into smaller ones, as far as `piece_elements`
-            allows.
-    """
     own = job.recut(job.deepspeed_subgroup_size or job.subgroup_size or DEEPSPEEDS_SUBGROUP)
     if whole:
         return own
@@ -97,10 +91,6 @@ def _host_room_bytes(work: Workload, machine: Machine) -> int:
 
 
 def _storing(work: Workload, plan: Plan, room_bytes: int) -> Plan:
-    """Return the plan with as many subgroups in host memory as ``room_bytes`` allow, and all others on a drive.
-
-    ebbtide's runtime divides subgroups in this way too.
-    """
     count = len(work.subgroups)
     for stored in range(count + 1):
         there = spaced(count, stored)
@@ -118,8 +108,8 @@ class _Parameter:
 
     A parameter that spans several layers is divided into one range per layer.
 
+
     Attributes:
-        layer: Number of the layer.
         begin, end: First element of the range, and the first element after it. Elements are numbered through all layers
             of this rank.
     """
@@ -142,7 +132,6 @@ def _parameters(work: Workload) -> list[_Parameter]:
 
 
 def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
-    """Return the parts of subgroups of optimizer state that together hold a parameter."""
     found, first = [], 0
     for subgroup, size in enumerate(work.subgroups):
         begin, end = max(parameter.begin, first), min(parameter.end, first + size)
@@ -153,12 +142,8 @@ def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
 
 
 def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[Pass]:
-    """Return the forward and backward passes of simulated training steps, as ebbtide's runtime would record them.
-
-    Only the first micro-batch of each step counts. The simulation gives the time at which a layer's backward ends. The
-    gradients of the layer's parameters are complete at different times. These times are interpolated: computing a
-    gradient is assumed to take time in proportion to its number of elements.
-    """
+    # The gradients of the layer's parameters are complete at different times. These times are interpolated: computing a
+    # gradient is assumed to take time in proportion to its number of elements.
     parameters: dict[int, list[_Parameter]] = {}
     for parameter in reversed(_parameters(work)):
         parameters.setdefault(parameter.layer, []).append(parameter)
@@ -188,10 +173,7 @@ def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[
 
 
 def _awaited(schedule: Schedule, op: int) -> list[int]:
-    """Return the ids of the copies that a simulated op of forward or backward waits for.
-
-    Either the op itself waits for a copy, or the host waits for the copy before it launches the op.
-    """
+    # Either the op itself waits for a copy, or the host waits for the copy before it launches the op.
     found = []
     for before in schedule.ops[op].after:
         if schedule.ops[before].kind == OpKind.ISSUE:
@@ -229,10 +211,6 @@ class _Gathers:
 
 
 def _keys(work: Workload) -> list[tuple[_Parameter, Place]]:
-    """Return a list of the parts into which the borders of subgroups and layers divide the parameters of a workload.
-
-    The position of a part in the list is its key in `_Engine`, the study's stand-in for a training engine.
-    """
     return [(parameter, place) for parameter in _parameters(work) for place in _places(work, parameter)]
 
 

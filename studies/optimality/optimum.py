@@ -24,11 +24,10 @@ NEAR = 1e-5  # tolerance of the solver
 class Optimum:
     """The best plan of an exact search, and statistics of that search.
 
+
     Attributes:
-        candidate: Best plan, as the search represents it.
         iteration_s: Its seconds per iteration. No choice of placements, staging buffers (GPU memory for a staged
             subgroup), prefetched subgroups and threads is faster.
-        simulated: Number of plans that were simulated.
         pruned: Number of combinations of placement counts and buffers that the lower bound ruled out.
     """
 

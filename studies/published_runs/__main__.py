@@ -101,11 +101,11 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return all results of the study of published runs as a dict for the result file.
 
+
     Args:
         presets: Machines of the testbeds, not calibrated.
         corrected: Calibrated machines of the testbeds. Empty if ``--calibrate`` was not given.
         seen: Runs that the machines were calibrated on.
-        asked: Runs to predict.
         crossed: Errors of the cross-validation.
     """
     unfitted = judging.predictions(presets, asked)
@@ -211,9 +211,6 @@ def training_figures(path: str | Path) -> dict[str, Any]:
     """Predict published training runs, and return the errors in time (by family of runs) and in memory.
 
     The dict also has, by preset machine, the percentage of runs whose measured time lies in the predicted interval.
-
-    Args:
-        path: CSV file of the runs.
     """
     judged = [(run, predict_training(run)) for run in read_training_runs(Path(path))]
     return {

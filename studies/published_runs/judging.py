@@ -37,15 +37,7 @@ Pair = tuple[Run, dict[str, float]]
 
 
 def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> list[Pair]:
-    """Predict the time and memory of published runs, and return a list of pairs: a run and its prediction.
-
-    Args:
-        machines: Machine of each testbed, by the testbed's name.
-        runs: Published runs to predict.
-        seen: Published runs on which the machines were calibrated. They are used for runs whose log does not tell
-            whether gradient copies were asynchronous or blocking. Such a run is predicted with the kind of copies that
-            fits the measured backward times of most ``seen`` runs of the same campaign (series of runs by one source).
-    """
+    """Predict the time and memory of published runs, and return a list of pairs: a run and its prediction."""
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 
 
@@ -94,14 +86,7 @@ def _split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def pairs_by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return, by testbed, how well predictions tell which of two published runs is faster. The two runs differ only in
-    the strategy.
-
-    Returns:
-        A dict by testbed, with three entries for each. ``pairs``: number of pairs of runs. ``ranked_rightly_pct``:
-        percentage of the pairs in which the run that was predicted to be faster was faster. ``median_ratio_error_pct``:
-        median error of the predicted ratio of the two times, in percent. Without a pair, only ``pairs`` is there.
-    """
+    """Return, by testbed, how well predictions tell which of two published runs is faster."""
     return {name: _strategies(own) for name, own in _split(pairs).items()}
 
 
@@ -221,11 +206,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
 
 
 def _in_widths(run: Run, machine: Machine) -> float:
-    """Return the error of a published run's predicted time, divided by half the width of the predicted interval, both
-    as logarithms.
-
-    The result is not negative. It is at most 1 if the measured time is in the interval.
-    """
+    # The result is not negative. It is at most 1 if the measured time is in the interval.
     low, high = interval_ms(run, machine)
     return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2
 

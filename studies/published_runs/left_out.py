@@ -24,12 +24,7 @@ FEWER_AND_MORE = (1, 10)
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the prediction errors of published runs by cross-validation.
-
-    The runs are grouped in several ways, such as by model size or by number of ranks. The runs of each group are
-    predicted with a machine that is calibrated on three runs outside the group. For each way of grouping, the result
-    has the errors of each group, and the errors of all groups together.
-    """
+    """Return the prediction errors of published runs by cross-validation."""
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 
 
@@ -57,14 +52,7 @@ JUDGED_INTERVALS = 6  # for each triple, number of left-out runs with an interva
 
 
 def random_draws(runs: Sequence[Run], count: int, size: int = RUNS) -> dict[str, Any]:
-    """Return how well published runs are predicted after a calibration on only a few other runs.
-
-    The runs to calibrate on are drawn at random, ``count`` times, ``size`` at a time. They come from the same campaign
-    (series of runs) as the predicted runs, from other campaigns, or from all runs. The result is a dict of prediction
-    errors by this origin and by testbed. It also has the errors for the same predicted runs with nothing fitted, and
-    with ``no_loop``: without the time that the runs' script is known to spend between two iterations. A user who has
-    not calibrated does not know this time.
-    """
+    """Return how well published runs are predicted after a calibration on only a few other runs."""
     return {whence: {name: _over_draws(runs, name, whence, count, size) for name in testbeds(runs)} for whence in FROM}
 
 
@@ -108,17 +96,7 @@ def _over_draws(runs: Sequence[Run], testbed: str, whence: str, count: int, size
 def _draws(
     runs: Sequence[Run], whence: str, count: int, size: int, rng: random.Random
 ) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Yield pairs of lists: random runs to calibrate on, and the runs that are then predicted.
-
-    A campaign is a series of runs by one source. The runs to calibrate on are never predicted.
-
-    Args:
-        whence: Campaigns that the two lists of a pair come from. ``same campaign``: both lists come from one campaign.
-            ``other campaigns``: all runs of one campaign are predicted, and the runs to calibrate on come from all
-            other campaigns. ``anywhere``: both lists come from all campaigns.
-        count: Number of pairs.
-        size: Number of runs to calibrate on.
-    """
+    # A campaign is a series of runs by one source. The runs to calibrate on are never predicted.
     campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]
     for _ in range(count):
         chosen = rng.choice(campaigns) if campaigns else None

@@ -112,17 +112,9 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 
 
 def _ratio_of_today(ratio: float, count: int) -> float:
-    """Return the value of DeepSpeed's ``ratio`` with which DeepSpeed 0.19.8 keeps as many subgroups on the GPU as a
-    published run did.
-
-    ``ratio`` is the fraction of the subgroups with state in host memory. DeepSpeed 0.19.8 rounds the number of
-    subgroups on the GPU down. The published runs used builds of 2024, which rounded the number of subgroups in host
-    memory down.
-
-    Args:
-        ratio: Value of ``ratio`` in the published run.
-        count: Number of subgroups.
-    """
+    # ``ratio`` is the fraction of the subgroups with state in host memory. DeepSpeed 0.19.8 rounds the number of
+    # subgroups on the GPU down. The published runs used builds of 2024, which rounded the number of subgroups in host
+    # memory down.
     on_device = count - int(ratio * count + 1e-9)
     return max(0.0, 1 - (on_device + 0.5) / count)  # plus half a subgroup, so that rounding cannot lose one
 
@@ -135,11 +127,9 @@ def as_logged(run: Run) -> Run:
 
 
 def predict(run: Run, machine: Machine) -> dict[str, float]:
-    """Return the predicted times of a published run, in milliseconds by CSV column, and its memory in GiB.
-
-    ``memory_gb`` is the peak of GPU memory. ``missing_gb`` and ``missing_host_gb`` tell how much memory a GPU and a
-    node lack for this run. If one of them is above 0, the run cannot have taken place as described.
-    """
+    """Return the predicted times of a published run, in milliseconds by CSV column, and its memory in GiB."""
+    # ``missing_gb`` and ``missing_host_gb`` tell how much memory a GPU and a node lack for this run. If one of them is
+    # above 0, the run cannot have taken place as described.
     return _predicted(replace(run, measured={}), machine.model_dump_json())
 
 
@@ -166,10 +156,7 @@ def _missing_gb(needed_bytes: int, there_bytes: int) -> float:
 
 
 def fits(predicted: Mapping[str, float]) -> bool:
-    """Return True if a published run, as predicted, fits into the GPU memory and host memory of its machine.
-
-    ``predicted`` is a result of `predict`.
-    """
+    """Return True if a published run, as predicted, fits into the GPU memory and host memory of its machine."""
     return not (predicted["missing_gb"] or predicted["missing_host_gb"])
 
 
@@ -228,9 +215,6 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
 
 
 def _looks_asynchronous(run: Run) -> bool:
-    """Return True if a published run's measured backward time is closer to the predicted time with asynchronous
-    gradient copies than to the predicted time with blocking gradient copies.
-    """
     machine = machine_of(run.testbed)
     misses = {
         flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"] / run.measured["bwd_ms"]))
@@ -240,10 +224,8 @@ def _looks_asynchronous(run: Run) -> bool:
 
 
 def observation(run: Run) -> Observation:
-    """Return a published run as an observation, the form that `tune calibrate` takes.
-
-    An observation has a name, a function that returns the schedule, and the measured times.
-    """
+    """Return a published run as an observation, the form that `tune calibrate` takes."""
+    # An observation has a name, a function that returns the schedule, and the measured times.
     seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items() if column in run.measured}
     name = f"{run.model}, dp {run.dp}, tp {run.tp}, micro-batch {run.micro_batch} ({run.family})"
     return Observation(name, functools.partial(schedule_of, run), seconds)

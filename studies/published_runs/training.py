@@ -45,8 +45,8 @@ _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
 class TrainingRun:
     """One published training run, read from a row of a CSV file.
 
+
     Attributes:
-        fields: Cells of the row, by column.
         measured_s: Seconds of one iteration: all micro-batches and the optimizer step.
         measured_gib: Memory in use on one GPU, in GiB. None if it was not published.
     """
@@ -91,9 +91,7 @@ class TrainingRun:
 
     @property
     def as_published(self) -> "TrainingRun":
-        """Return this training run with only the published values of its CSV row. Values that were inferred become
-        empty.
-        """
+        """Return this training run with only the published values of its CSV row."""
         told = {name: "" if cell.endswith(INFERRED) else cell for name, cell in self.fields.items() if name != "note"}
         return replace(self, fields={**self.fields, **told})
 
@@ -160,10 +158,8 @@ class TrainingRun:
         )
 
     def schedule(self, machine: Machine) -> Schedule:
-        """Return the ops of one iteration of the training run, in the form that the simulator takes.
-
-        The run's DeepSpeed config selects the strategy.
-        """
+        """Return the ops of one iteration of the training run, in the form that the simulator takes."""
+        # The run's DeepSpeed config selects the strategy.
         return self.built(self.workload(machine))
 
     def built(self, workload: Workload) -> Schedule:
@@ -225,10 +221,6 @@ def predict_training(run: TrainingRun) -> Prediction:
 
 
 def _gib(run: TrainingRun, peak_bytes: int, slack: float = ALLOCATOR_SLACK) -> float:
-    """Return a predicted peak of GPU memory in GiB, counted as the published run's source counts memory.
-
-    That is the memory of the whole GPU, or only that of PyTorch's allocator.
-    """
     if run.fields["memory_kind"] == "device":
         return (slack * peak_bytes + run.machine().device_reserved_bytes) / GIB
     return peak_bytes / GIB

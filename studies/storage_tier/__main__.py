@@ -90,8 +90,8 @@ def main() -> None:
 class _Runs:
     """The training runs of all variants so far, each in its own process.
 
+
     Attributes:
-        found: Results of the runs, by name of the variant.
         beside: Rates of the disk that were measured right before and after a run, by name of the variant.
     """
 
@@ -108,11 +108,7 @@ class _Runs:
             self.found.setdefault(name, []).append(self.once(name, **given))
 
     def train_beside_the_disk(self, *names: str, **given: Any) -> None:
-        """Train each of the named variants, such as stock DeepSpeed or a plan of ebbtide, with optimizer
-        state on the disk.
-
-        The disk's rates are measured before and after each training, because they change by the minute.
-        """
+        # The disk's rates are measured before and after each training, because they change by the minute.
         before = _drive(self._folder)
         for name in names:
             self.train(name, **given)
@@ -167,14 +163,8 @@ def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how ebbtide's training times compare with those of stock DeepSpeed and with the predicted times.
-
-    Each run of ebbtide is predicted from the read and write speeds of the disk that were measured right before and
-    after this run.
-
-    Args:
-        rows: Measurements by name of the variant, such as stock DeepSpeed in memory.
-    """
+    # Each run of ebbtide is predicted from the read and write speeds of the disk that were measured right before and
+    # after this run.
     ours, limited, expected = rows[ALL_STORED], rows[LIMITED], rows["stock in memory"]
     limit = rows[PIPELINED]["host_peak_bytes"]
     runs = len(ours["iterations_s"])
@@ -205,11 +195,6 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for several runs of the same variant, with the medians of their measurements.
-
-    Raises:
-        RuntimeError: If the losses or the final optimizer state of two runs differ.
-    """
     first = runs[0]
     for key in ("losses", "state"):
         if any(run[key] != first[key] for run in runs):
@@ -234,7 +219,6 @@ def _speedups(kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any
 
 
 def _one_of(values: Sequence[Any]) -> Any:
-    """Return one value for the results of several runs: the median of numbers, or True if all flags are True."""
     if isinstance(values[0], bool):
         return all(values)
     return statistics.median(values) if isinstance(values[0], float) else values[0]
@@ -312,10 +296,6 @@ def _is_ours(name: str) -> bool:
 def _durable(
     engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path, plan: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Measure the cost of checkpoints, the bytes that a resume reads, and host memory, with optimizer state on a disk.
-
-    The results are a dict with the keys in the constant `DURABLE`.
-    """
     batches, numbers = Batches(1, SEQUENCE), itertools.count(WARMUP + steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
     found |= durability.saved_each_step(
@@ -379,10 +359,6 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
-    """Return a plan with a fraction ``share`` of the subgroups' optimizer state in host memory, the rest on the disk.
-
-    The subgroups in host memory are evenly spread.
-    """
     from ebbtide.runtime.zero.cuts import subgroups_of
 
     subgroup = int(engine.optimizer.sub_group_size)
@@ -404,19 +380,14 @@ def _settle(engine: Any) -> None:
 
 
 def _moved() -> dict[str, int]:
-    """Return the number of bytes that this process has read from drives and written to drives, as a dict."""
     lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     counted = {key: int(value) for key, value in lines}
     return {key: counted[key] for key in ("read_bytes", "write_bytes")}
 
 
 def _of_updates(engine: Any) -> dict[str, float]:
-    """Return the seconds per training step that an engine spends on the update of stored optimizer state, as two
-    numbers.
-
-    ``update_s`` is the time in which the engine reads, updates or writes optimizer state. Concurrent operations count
-    once, and reads for the next step are included. ``updates_s`` is the time of the computation of updates alone.
-    """
+    # ``update_s`` is the time in which the engine reads, updates or writes optimizer state. Concurrent operations count
+    # once, and reads for the next step are included.
     from ebbtide.simulator import OpKind
 
     kinds = (OpKind.STATE_READ, OpKind.UPDATE_HOST, OpKind.STATE_WRITE)

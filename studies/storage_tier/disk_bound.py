@@ -21,9 +21,9 @@ def disk_figures(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
     medians over all runs. The lower bound for a run depends on the rates that the disk had right before and after the
     run.
 
+
     Args:
         beside: Rates of the disk for each run, measured right before and after the run.
-        ours: Measurements of ebbtide with all state on the disk.
         passes_s: Seconds of forward and backward.
     """
     disk, moved = pooled(beside), STATE_BYTES * ours["params"]
@@ -49,28 +49,15 @@ def disk_figures(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def floor_parts_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """Return how many seconds a disk takes to read ``moved`` bytes, to write as many bytes, and to do both at once.
-
-    When both run at once, they share the disk until the shorter of the two has ended. The longer one then has the disk
-    for itself.
-
-    Args:
-        disk: Measured rates of the disk.
-    """
+    """Return how many seconds a disk takes to read ``moved`` bytes, to write as many bytes, and to do both at once."""
     alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
     shorter, longer = sorted(alone.values())
     return {**alone, "both_s": longer - shorter + shorter / disk.duplex_factor.median}
 
 
 def mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """Return the least seconds that a disk needs for the reads and writes of one step.
-
-    The disk reaches this lower bound only if reads and writes run concurrently all the time. If the writes end earlier
-    than the reads, the last reads run alone, and the step takes longer than the bound.
-
-    Args:
-        moved: Bytes that a step writes. It reads as many.
-    """
+    """Return the least seconds that a disk needs for the reads and writes of one step."""
+    # The disk reaches this lower bound only if reads and writes run concurrently all the time.
     sum_of_rates = disk.read_bytes_per_s.median + disk.write_bytes_per_s.median
     return 2 * moved / (disk.duplex_factor.median * sum_of_rates)
 

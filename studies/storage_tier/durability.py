@@ -22,8 +22,8 @@ def saved_each_step(
     and then with checkpoints again. Because of this alternation, a steady change of the disk's speed is not mistaken
     for an effect of the checkpoints.
 
+
     Args:
-        train: Function that trains one step.
         plain_s: Seconds of a step without a checkpoint, as the caller has measured them.
     """
     saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
@@ -42,12 +42,6 @@ def saved_each_step(
 
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
-    """Train ``steps`` steps with a checkpoint after every step, to measure the checkpoints' cost.
-
-    Returns:
-        The seconds of a step, the report on the last checkpoint, and the bytes that ebbtide writes to its store of
-        optimizer state per step, apart from the state itself.
-    """
     store = engine.optimizer._ebbtide._store
     before, begin = store.written_bytes, time.perf_counter()
     for _ in range(steps):
@@ -119,11 +113,9 @@ def predicted(
     The machine and the model are measured in this process. The disk's speeds were measured before, at several times,
     and each plan is simulated once with each of these measurements.
 
+
     Args:
         engine: Stock DeepSpeed's engine, with its optimizer state in memory.
-        train: Function that trains one step.
-        stored: First plan, with all optimizer state on the disk.
-        folder: Folder on the disk.
         drives: Measurements of the disk's speeds. Each of them moves more bytes than the measurement for a machine's
             profile does, because a short burst is faster than a long transfer.
         spare_bytes: Host memory that the second plan may use in addition to the memory that ``stored`` takes.
@@ -160,7 +152,6 @@ def _iterations_s(work: Workload, plan: Plan, machines: Sequence[Machine]) -> li
 
 
 def _within_limit(work: Workload, machine: Machine, stored: Plan, drive: str, spare_bytes: float) -> Plan:
-    """Return the tuner's plan that may use ``spare_bytes`` more host memory than the plan ``stored``."""
     from ebbtide.simulator.update.footprint import footprint
     from ebbtide.tuner.placements.planning import plan
 

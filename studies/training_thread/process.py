@@ -127,7 +127,6 @@ Step = Callable[[torch.Tensor, torch.Tensor], tuple[float, float, float, torch.T
 
 
 def _trained_by(variant: str, model: ByteGPT) -> tuple[Step, Callable[[], None], Any]:
-    """Return the function that trains for one step, the one that waits for its updates, and the engine."""
     now = time.thread_time
     if variant == "torch":
         model.to(torch.bfloat16)

@@ -55,12 +55,9 @@ class Kernels:
         self._ended_s: float | None = None  # CPU time of the training thread
 
     def synchronized(self) -> None:
-        """Record that the host has waited for the emulated device. The next kernel then takes its whole emulated
-        duration.
-
-        For all other kernels, the time in which the host prepared the kernel is subtracted from the duration, because a
-        GPU would run the previous kernel in that time. After a wait, no previous kernel runs.
-        """
+        """Record that the host has waited for the emulated device."""
+        # The next kernel then takes its whole emulated duration. For all other kernels, the time in which the host
+        # prepared the kernel is subtracted from the duration, because a GPU would run the previous kernel in that time.
         self._ended_s = None
 
     @contextmanager
@@ -181,12 +178,7 @@ class Bench:
         self._kernels: Kernels | None = None  # the kernels of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under a plan on the emulated device after a warm-up, and return the measured times.
-
-        Args:
-            settle: True to wait for each step's updates before the next forward. Then the phases have the
-                times of training without concurrent updates.
-        """
+        """Train ``steps`` steps under a plan on the emulated device after a warm-up, and return the measured times."""
         self.apply(plan)
         return self.measure_on(steps, settle=settle)
 
@@ -218,12 +210,6 @@ class Bench:
             self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
-        """Train one step, and return four times: start of forward, end of forward, end of backward, and end of the
-        step.
-
-        If the step has several micro-batches, the durations of all forwards are added up, and so are those of all
-        backwards. The returned times are those of one forward and one backward with these total durations.
-        """
         if self._kernels is not None:
             self._kernels.synchronized()  # so that the norm of the previous step is known
         # Reset the limit of the previous step, which would show backward that this step is clipped too.
@@ -276,11 +262,9 @@ def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch
 
 
 def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) -> None:
-    """Set an engine's clipping limit so that the training step ``number`` clips or not, as ``clips`` tells.
-
-    The call must come between backward and the optimizer step. Then early updates, which begin during
-    backward, cannot know that the step clips.
-    """
+    """Set an engine's clipping limit so that the training step ``number`` clips or not, as ``clips`` tells."""
+    # The call must come between backward and the optimizer step. Then early updates, which begin during backward,
+    # cannot know that the step clips.
     if clips is not None:
         engine.optimizer.clip_grad = ALWAYS_CLIPS if clips(number) else NEVER_CLIPS
 

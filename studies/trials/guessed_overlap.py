@@ -28,9 +28,10 @@ LONG = 1.0  # from this ratio on, updates take as long as forward and backward
 
 @dataclass(frozen=True)
 class Guessed:
-    """Measured times with and without early updates (before the gradient norm is known).
+    """Measured times with and without early updates.
 
     All updates run on the host.
+
 
     Attributes:
         ratio: Time of all updates over the time of forward and backward.
@@ -38,7 +39,6 @@ class Guessed:
         barrier_s: Seconds of an iteration under the best plan without early updates.
         guessed_s: Seconds of an iteration under the best plan with early updates.
         predicted_s: Predicted value of ``guessed_s``.
-        speculate: Number of subgroups that are updated early.
         slowdown_pct: A dict from the fraction of steps that clip gradients, such as ``5%``, to the percentage by which
             the mean iteration with early updates is longer than the mean iteration without them.
     """
@@ -62,15 +62,11 @@ class Guessed:
 
 
 def many_layers() -> Setting:
-    """Return settings of training on an emulated device, with as many layers as a model of 8 B parameters has.
-
-    On the emulated device, the passes of the layers, copies and updates take durations that the settings determine. The
-    layers are small, so that their real arithmetic takes only a small part of these durations.
-
-    One setting is measured on this machine: the speed of an early update, divided by the speed of another update. An
-    early update starts before the gradient norm is known. It is slower than other updates, because it does not write in
-    place.
-    """
+    """Return settings of training on an emulated device, with as many layers as a model of 8 B parameters has."""
+    # On the emulated device, the passes of the layers, copies and updates take durations that the settings determine.
+    # The layers are small, so that their real arithmetic takes only a small part of these durations. One setting is
+    # measured on this machine: the speed of an early update, divided by the speed of another update. It is slower than
+    # other updates, because it does not write in place.
     layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
     apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median
     return replace(layers.scaled(0.7), host_adam_out_of_place=min(1.0, apart))
@@ -97,10 +93,9 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 def measure_early_updates(
     base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS, *, profiled: bool = True
 ) -> dict[str, Any]:
-    """Measure what early updates (before the gradient norm is known) gain and cost on an emulated device.
+    """Measure what early updates gain and cost on an emulated device.
 
     Args:
-        base: Setting of the emulated training.
         steps: Number of timed steps under each plan, if no step clips.
         clipped_steps: Number of timed steps for each tested fraction of clipping steps.
         ratios: Times of all updates, divided by the time of forward and backward. Each ratio is measured on an engine
@@ -122,10 +117,7 @@ def measure_early_updates(
 
 
 def clipping(rate: float) -> Callable[[int], bool]:
-    """Return a function that takes the number of a training step and returns True if the step clips.
-
-    Each step clips with probability ``rate``. The steps that clip are the same for every plan.
-    """
+    """Return a function that takes the number of a training step and returns True if the step clips."""
     return lambda number: Random(f"0 {number}").random() < rate
 
 

@@ -106,12 +106,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def same_sums(*, warn_only: bool = False) -> None:
-    """Make torch use deterministic kernels in this process, and leave uninitialized memory unfilled.
-
-    With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then the backward of
-    fast attention still adds numbers in a varying order. Use ``warn_only`` only for systems that are compared by their
-    speed, and not by their exact trained values.
-    """
+    """Make torch use deterministic kernels in this process, and leave uninitialized memory unfilled."""
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -264,10 +259,6 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def _model(size: str) -> ByteGPT:
-    """Return a byte-level GPT, with random weights that are drawn on the device that trains the model.
-
-    On a CPU, drawing billions of weights takes a minute.
-    """
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return ByteGPT(SIZES[size])
 

@@ -140,14 +140,7 @@ class PacedDevice(EmulatedDevice):
         self._pacer = FluidPacer(capacities)
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
-        """Return a context manager that emulates a training kernel. Its ``with`` block lasts at least as long as the
-        kernel.
-
-        The block lasts longer if optimizer updates use the emulated GPU at the same time.
-
-        Args:
-            seconds: Time that the kernel takes alone on the emulated GPU.
-        """
+        """Return a context manager that emulates a training kernel."""
         return self._pacer.work(seconds, {"device": 1.0})
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:

@@ -27,15 +27,14 @@ class Setting:
     state to the device and back. If the state is divided in the best way between host and device updates, the updates
     take about as long as forward.
 
+
     Attributes:
-        forward_s, backward_s: Seconds of one layer.
         memory_share: Device memory that parameters and gradients leave free, divided by the size of all optimizer
             state.
         host_adam_out_of_place: Speed of an update that writes to other buffers, divided by the speed of an update in
             place.
         layers_per_subgroup: Number of layers in one subgroup of optimizer state. It must divide ``layers``.
         micro_batches: Number of gradient accumulation steps.
-        zero_stage: DeepSpeed's ZeRO stage.
     """
 
     layers: int = 16

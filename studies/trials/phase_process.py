@@ -99,9 +99,8 @@ class PhaseProcess:
             yield report
 
     def go_on(self) -> None:
-        """Let a process that runs one phase (part) of a study continue. The process has called `pause` and waits for
-        this call.
-        """
+        """Let a process that runs one phase (part) of a study continue."""
+        # The process has called `pause` and waits for this call.
         self.waits = False
         self._child.send(None)
 
@@ -138,10 +137,6 @@ def _run(
     environment: dict[str, str],
     parent: Connection,
 ) -> None:
-    """Run one phase (part) of a study in its own process, with output to a log file.
-
-    `report` and `pause` then talk to the parent process.
-    """
     global _parent
     _parent = parent
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -164,11 +159,7 @@ def report(done: int, total: int, note: str = "") -> None:
 
 
 def pause() -> None:
-    """Wait until the parent process lets this process of a study continue. Without a parent, return immediately.
-
-    Raises:
-        EOFError: If the parent process has ended.
-    """
+    """Wait until the parent process lets this process of a study continue. Without a parent, return immediately."""
     if _parent is not None:
         _parent.send(None)
         _parent.recv()

@@ -15,11 +15,7 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter], dict[str, Any]], Any]
 
 
 def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[str, Any]) -> Any:
-    """Return torchao's AdamW optimizer that keeps its state in host memory, set to offload gradients too.
-
-    Raises:
-        ImportError: If torchao is not installed.
-    """
+    """Return torchao's AdamW optimizer that keeps its state in host memory, set to offload gradients too."""
     from torchao.optim import CPUOffloadOptimizer
 
     return CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=True, fused=True, **settings)

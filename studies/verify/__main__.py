@@ -32,10 +32,10 @@ STAGES, RANKS = (2, 3), (1, 2)
 class Case:
     """The judgement of `tune verify` on one training run with a known defect.
 
+
     Attributes:
         found: True if the run differs from stock DeepSpeed's.
         named: True if the first difference is the defect's step and tensor.
-        said: First difference.
     """
 
     defect: str
@@ -104,10 +104,8 @@ def _run(folder: Path, name: str) -> Run:
 
 
 def overhead_pct(stage: int) -> float:
-    """Return how much longer a training step takes when `tune verify` records the step, in percent.
-
-    The time is measured with one rank.
-    """
+    """Return how much longer a training step takes when `tune verify` records the step, in percent."""
+    # The time is measured with one rank.
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         return float(_launch(stage, 1, Path(scratch), "--overhead")["overhead_pct"])
 

@@ -42,10 +42,7 @@ def masters(engine: Any) -> list[str]:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method of ``owner`` in order to put a defect into training.
-
-    ``wrapper`` gets the original method and the arguments of each call.
-    """
+    """Replace a method of ``owner`` in order to put a defect into training."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
@@ -114,10 +111,7 @@ def before(change: Callable[[Any], object]) -> Arm:
 
 
 def of_states(change: Callable[[dict[str, Any]], object]) -> Arm:
-    """Return a function that puts a defect into a given engine, to test `tune verify`.
-
-    The defective engine calls ``change`` with the optimizer state of each subgroup, immediately before one step (`AT`).
-    """
+    """Return a function that puts a defect into a given engine, to test `tune verify`."""
     return before(lambda inner: [change(state) for state in inner.state.values()])
 
 
@@ -139,9 +133,8 @@ def in_tensor(
 
     The result is a function that puts the defect into an engine, to test `tune verify`.
 
+
     Args:
-        name: Name of the tensor.
-        change: Function that changes the values in place.
         steps: Steps after which the values are changed.
         first: True to change only the part on the rank that holds the start of the tensor.
     """
@@ -209,11 +202,7 @@ def stale_parameter(engine: Any) -> None:
 
 
 def skipped(some: Callable[[int], bool]) -> Arm:
-    """Build a defect that leaves out some calls of DeepSpeed's inner optimizer in one step (`AT`).
-
-    ``some`` takes the number of a call within the step, and returns True to leave it out. Such defects
-    test `tune verify`.
-    """
+    """Build a defect that leaves out some calls of DeepSpeed's inner optimizer in one step (`AT`)."""
     return lambda engine: around_updates(engine, lambda call, _: engine.global_steps == AT - 1 and some(call))
 
 

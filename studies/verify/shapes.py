@@ -54,12 +54,6 @@ KINDS = ("stock", "plan")  # kinds of runs for each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Return the models and settings with which the test of `tune verify` trains without a defect.
-
-    `tune verify` must find no defect in these runs.
-
-    Args:
-        stage: ZeRO stage of the runs. A setting with a ZeRO stage of its own, such as ZeRO-1, is returned only if
-            ``stage`` is 2.
-    """
+    """Return the models and settings with which the test of `tune verify` trains without a defect."""
+    # `tune verify` must find no defect in these runs.
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

@@ -72,11 +72,7 @@ def right_runs(stage: int, out: Path) -> None:
 
 
 def train_with(defect: Defect, stage: int, out: Path) -> dict[str, Any]:
-    """Train and record a run with an artificial defect, to test whether `tune verify` finds the defect.
-
-    Returns:
-        The step and the names of the values at which the defect shows first.
-    """
+    """Train and record a run with an artificial defect, to test whether `tune verify` finds the defect."""
     with trained(out / defect.name, stage) as engine:
         defect.arm(engine)
         return {"step": defect.step, "names": list(defect.names(engine))}

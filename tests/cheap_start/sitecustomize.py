@@ -164,10 +164,7 @@ class Finder:
 
 
 def end_early():
-    """Exclude all objects from the last garbage collection of this process, so that the process ends sooner.
-
-    If the process has imported Triton, do nothing: without that collection, Triton prints all its types as leaked.
-    """
+    """Exclude all objects from the last garbage collection of this process, so that the process ends sooner."""
     if "triton" not in sys.modules:
         gc.freeze()
 

@@ -135,10 +135,7 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
 
 
 def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
-    """Check that the profiler reports a low limit of locked memory (memlock) as a fact and not as a warning.
-
-    A low limit does no harm, because the GPU driver does not charge page-locked memory to this limit.
-    """
+    # A low limit does no harm, because the GPU driver does not charge page-locked memory to this limit.
     monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (2**16, 2**16))
     found = hardware.look(cuda=False)
     assert found.facts["memlock_bytes"] == "65536"
@@ -147,11 +144,6 @@ def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
 
 @pytest.mark.parametrize(("cuda", "threads"), [(True, 6), (False, 8)])
 def test_beside_a_gpu_updates_leave_a_core_to_the_training_thread(monkeypatch, tmp_path, cuda, threads):
-    """Check the number of threads with which the profiler measures CPU updates, on 8 hardware threads of 4 cores.
-
-    On one of two machines with an H200, updates on all cores ran at 16% of their speed during copies, and on the other
-    at 73%.
-    """
     gpu = SimpleNamespace(name="H200", total_memory=1)
     for name, value in (("current_device", 0), ("device_count", 1), ("get_device_properties", gpu)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -192,9 +184,6 @@ def host_tree(root, busy, stolen=0, throttled=0, hot=0):
     ],
 )
 def test_neighbours_of_the_host_are_noticed(tmp_path, monkeypatch, after, messages):
-    """Check the profiler's warnings about CPU time that other processes on the host take. In ten seconds two cores have
-    20 s of CPU time. The cores were busy for 10 s in all, 1 s of it for this process, so others used 9 of 20 s: 45%.
-    """
     clock, own = iter([0.0, 10.0]), iter([5.0, 6.0])
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(clock))
     times = lambda: types.SimpleNamespace(user=next(own), system=0, children_user=0, children_system=0)

@@ -73,7 +73,6 @@ def written(tmp_path, *, required=False, crash=-1):
 
 @pytest.mark.slow
 def test_two_ranks_under_deepspeeds_launcher(tune, tmp_path):
-    """Check the workload profile of a script on two ranks, which gets --local_rank from the deepspeed launcher."""
     words = ("--launcher", "deepspeed", "--ranks", "2", "--iterations", "1", "--json", "--", "--lr", "1")
     done = tune("profile", "--train-script", written(tmp_path, required=True), *words)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -100,7 +99,6 @@ def test_a_rank_that_crashes_is_told_with_its_output(tune, tmp_path):
 
 @pytest.mark.slow
 def test_going_on_shows_what_the_script_prints(tune, tmp_path):
-    """Check that `tune profile --continue` prints the script's standard output and its traceback."""
     (tmp_path / "train.py").write_text("import sys\nprint('so', *sys.argv[1:])\nraise KeyError(7)")
     words = ("profile", "--train-script", "train.py", "--launcher", "none", "--continue")
     done = tune(*words, "--", "--lr", "1")
@@ -158,7 +156,6 @@ def test_bad_flags_end_with_one_line(words, message):
 
 @pytest.mark.slow
 def test_ranks_at_once_from_the_command_line(tune, tmp_path):
-    """Check that `tune profile --ranks 2` leaves no files, and that --json prints only the machine's JSON."""
     words = ("--fresh", "--storage-dir", "disk", "--seconds", "0.1", "--ranks", "2", "--json")
     done = tune("profile", *words, start=("-c", FEWER_ELEMENTS))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -30,7 +30,6 @@ def test_repeats_are_at_least_five_and_leave_out_the_warm_up():
 
 
 def test_what_is_very_slow_is_repeated_less_and_doubted(monkeypatch):
-    """Check that the profiler repeats a very slow measurement only twice and reports the result as doubtful."""
     now = iter(range(0, 1000, 2))
     monkeypatch.setattr(sampling.time, "perf_counter", lambda: next(now))
     durations = repeat_s(lambda: None, 0.1, lambda work: 2.0)
@@ -135,19 +134,12 @@ def test_storage_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize(("at_once_s", "factor"), [(4.0, 0.5), (3.0, 1.0), (3.5, 2 / 3), (9.0, 1 / 7), (0.1, 1.0)])
 def test_what_reads_and_writes_leave_of_each_other(at_once_s, factor):
-    """Check how the profiler computes the factor by which simultaneous reads and writes of a drive slow each other
-    down.
-
-    Alone, the reads take 1 s and the writes 3 s. With a factor of 0.5 the reads take 2 s, and a third of the writes is
-    done in this time. The remaining writes take 2 s more. So a measured total of 4 s must give a factor of 0.5.
-    """
+    # The remaining writes take 2 s more. So a measured total of 4 s must give a factor of 0.5.
     assert storage.duplex_factor(at_once_s, [3.0] * 3, [1.0] * 3) == pytest.approx(factor)
 
 
 def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tmp_path):
-    """Check that the profiler's checkpoint writer takes its data from far more memory than one buffer, as the runtime's
-    writers do. If it hashed the same buffer again and again, the data would come from a CPU cache.
-    """
+    # If it hashed the same buffer again and again, the data would come from a CPU cache.
     path = tmp_path / "written"
     with storage.file_to_write(path, 3 * storage.BLOCK_BYTES) as file:
         file.write()
@@ -161,7 +153,6 @@ def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tm
 
 
 def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
-    """Check that a drive is measured as ebbtide's store uses it: with as many blocks at once, and whole files."""
     size = 6 * storage.BLOCK_BYTES
     found = storage.measure_drive(tmp_path / "new", size, 0.05)
     assert not list((tmp_path / "new").iterdir())
@@ -178,12 +169,7 @@ def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
 
 
 def test_what_a_drive_has_just_written_is_not_what_it_reads(tmp_path):
-    """Check that the profiler never reads a block that it has just written, when it measures simultaneous reads and
-    writes of a drive.
-
-    A cache could otherwise answer such a read, and the drive would seem faster than it is. The test also checks
-    that each written block comes from a different address in host memory.
-    """
+    # A cache could otherwise answer such a read, and the drive would seem faster than it is.
     written, read = [], []
     with storage.file_to_write(tmp_path / "f", 32 * storage.BLOCK_BYTES) as file:
         parts, pwrite, preadv = storage._Parts(file), os.pwrite, os.preadv
@@ -284,7 +270,6 @@ def test_beside_a_gpu_updates_are_measured_in_the_runtimes_kind_of_memory(monkey
 
 
 def _advised(tensor: torch.Tensor) -> bool:
-    """Return True if the kernel was asked to back the memory at the address of a tensor with large pages."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name = line.split()[0]

@@ -24,7 +24,6 @@ def test_a_rank_that_fails_is_an_error_not_a_hang():
 
 
 def test_a_rank_that_fails_beside_the_others_ends_them(monkeypatch):
-    """Check that a rank whose measurement fails ends the other ranks."""
     job = Job(2, 2, False, 1, "", 0.0)
 
     @contextmanager

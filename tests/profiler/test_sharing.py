@@ -50,11 +50,8 @@ def writing(share, thread_s=1e-10):
 
 
 def test_a_writers_cost_is_what_host_adam_loses_beside_it():
-    """Check how `with_writer_cost` finds the CPU time that a storage writer takes per byte.
-
-    A measurement tells how much Adam on the CPU and the writer slow each other down. The function must choose
-    the CPU time with which the simulator predicts this slowdown.
-    """
+    # A measurement tells how much Adam on the CPU and the writer slow each other down. The function must choose the CPU
+    # time with which the simulator predicts this slowdown.
     for share in (0.9, 0.92):
         found = with_writer_cost(writing(share))
         assert simulated_share("host_adam", "storage_write", found) == pytest.approx(share, 1e-6)
@@ -78,17 +75,10 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
 
 
 def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
-    """Check the CPU time per written byte that is derived for a checkpoint writer, if forward and backward run on the
-    CPU.
-
-    The CPU time must be derived from the slowdown of forward and backward during writes, not from the slowdown of Adam
-    on the CPU. The machine has 16 cores and writes 1 GB/s during forward and backward. If writes slow forward and
-    backward by 3%, the CPU time must be 16 * 3% = 0.48 s per GB.
-
-    The CPU time must not exceed what two writer threads can use. Without training, the two threads write 2 GB/s, so the
-    limit is 2 threads / 2 GB/s = 1 s per GB. A slowdown of 25% would mean 16 * 25% = 4 s per GB, so the CPU time must
-    be 1 s per GB.
-    """
+    # The CPU time must be derived from the slowdown of forward and backward during writes, not from the slowdown of
+    # Adam on the CPU. The machine has 16 cores and writes 1 GB/s during forward and backward. If writes slow forward
+    # and backward by 3%, the CPU time must be 16 * 3% = 0.48 s per GB. The CPU time must not exceed what two writer
+    # threads can use.
     found = with_writer_cost(
         machine(
             passes_while_storage_write=0.75,

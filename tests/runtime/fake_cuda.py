@@ -97,11 +97,7 @@ class FakeStream:
         return self._put(work, late=True)
 
     def demand(self, upto=None):
-        """Make this fake stream run its issued work without further delay, because something waits for the work.
-
-        Args:
-            upto: Number of the last piece of work to run without delay. None means all work issued so far.
-        """
+        """Make this fake stream run its issued work without further delay, because something waits for the work."""
         with self._state:
             self._demanded = max(self._demanded, self._issued if upto is None else upto)
             self._state.notify_all()
@@ -647,16 +643,9 @@ def install_under_deepspeed(monkeypatch, fake):
 
 
 def _at_once(fake, collective, written=0):
-    """Return a wrapper around a collective of torch.distributed. The wrapper runs the collective immediately, and
-    returns when the collective has ended.
-
-    Work on a fake CUDA stream usually runs late. The wrapper first waits for the earlier work of the current fake
-    stream. The copies and kernels inside the collective then run immediately, and are not queued on the fake stream.
-
-    Args:
-        written: Position of the argument that the collective writes. The collective reads all other arguments.
-    """
-
+    # The wrapper runs the collective immediately, and returns when the collective has ended. Work on a fake CUDA stream
+    # usually runs late. The wrapper first waits for the earlier work of the current fake stream. The copies and kernels
+    # inside the collective then run immediately, and are not queued on the fake stream.
     def run(*args, **kwargs):
         current_stream().drain()
         for place, given in enumerate(args):

@@ -40,10 +40,8 @@ def unchanged(what):
 
 
 def measure_quickly(monkeypatch, cache):
-    """Shorten the measurements with which ``plan="auto"`` profiles this machine to a fraction of a second.
-
-    The profile is cached in the folder ``cache`` instead of the user's cache.
-    """
+    """Shorten the measurements with which ``plan="auto"`` profiles this machine to a fraction of a second."""
+    # The profile is cached in the folder ``cache`` instead of the user's cache.
     monkeypatch.setattr("ebbtide.profiler.machine._cache_path", lambda *_: cache / "machine.json")
     quick = functools.partial(ebbtide.profiler.measure_machine, **QUICK)
     monkeypatch.setattr(ebbtide.profiler, "measure_machine", quick)

@@ -28,7 +28,6 @@ class HeldBytes(TorchDispatchMode):
         self.peak = self.now()
 
     def _meet(self, tensor: torch.Tensor) -> bool:
-        """Add the storage of a CPU tensor to the tracked storages. Return whether it was not tracked before."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return False
         storage = tensor.untyped_storage()

@@ -84,7 +84,7 @@ def test_an_op_that_is_compiled_is_told_on_rank_0(rank, tells, monkeypatch):
 
 
 def test_the_ninja_of_this_python_comes_first(tmp_path, monkeypatch):
-    """Check also that PATH stays as it is if this environment has no ninja, or if its ninja is first already."""
+    # Check also that PATH stays as it is if this environment has no ninja, or if its ninja is first already.
     own, system = tmp_path / "venv" / "bin", tmp_path / "usr" / "bin"
     for folder in (own, system):
         folder.mkdir(parents=True)

@@ -83,7 +83,6 @@ OTHER = "0000:af:00.0"
     ("rank", "address", "expected"), [(0, GPU, [9]), (1, GPU, [11]), (2, GPU, [13]), (3, OTHER, list(range(1, 8)))]
 )
 def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address, expected):
-    """Check that ranks divide the cores of their own GPU's node: one GPU is on the first, three on the second."""
     folder = node / "bus/pci/devices" / OTHER
     folder.mkdir()
     (folder / "numa_node").write_text("0\n")
@@ -93,7 +92,6 @@ def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address
 
 
 def test_a_gpu_of_no_node_may_use_all_cores(node):
-    """Check that updates may use all cores if the kernel reports NUMA node -1, as on a machine with one node."""
     (node / "bus/pci/devices" / GPU / "numa_node").write_text("-1\n")
     assert cores.update_cores(GPU, node) == list(range(1, 16))
 
@@ -129,7 +127,6 @@ def test_masks_that_differ_are_a_launchers(node, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15])])
 def test_ranks_that_a_launcher_has_bound_alike_divide_what_they_have(node, monkeypatch, rank, expected):
-    """Check that two ranks that a launcher has bound to one NUMA node divide its cores between them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: SET)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -140,9 +137,6 @@ def test_ranks_that_a_launcher_has_bound_alike_divide_what_they_have(node, monke
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("bound", [False, True])
 def test_no_core_has_two_ranks_and_each_rank_spares_one(node, monkeypatch, ranks, bound):
-    """Check that the host updates of different ranks never run on the same core and that each rank leaves one
-    core free, also with hyperthreads: core n and core n + 4 of a NUMA node are one physical core.
-    """
     for core in range(16):
         folder = node / f"devices/system/cpu/cpu{core}/topology"
         folder.mkdir(parents=True)
@@ -169,7 +163,6 @@ def test_a_cpu_quota_limits_the_threads(node, monkeypatch):
 
 @pytest.mark.parametrize(("quota", "threads"), [(None, 14), (16.0, 15)])
 def test_as_many_threads_are_measured_as_update(node, monkeypatch, quota, threads):
-    """Check the number of threads that the profiler measures CPU updates with, on 16 hardware threads of 8 cores."""
     for core in range(16):
         folder = node / f"devices/system/cpu/cpu{core}/topology"
         folder.mkdir(parents=True)
@@ -218,7 +211,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_the_update_has_its_threads_under_torchrun():
-    """Check that a host update has four threads under torchrun, although torchrun sets OMP_NUM_THREADS=1."""
+    # A host update has four threads under torchrun, although torchrun sets OMP_NUM_THREADS=1.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     told = run(["-c", OWN_THREADS], env=environment, timeout=400)
     assert told.returncode == 0, told.stderr

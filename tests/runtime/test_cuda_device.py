@@ -159,12 +159,8 @@ def faults_by_thread():
 
 
 def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeypatch):
-    """Check that new host buffers are first touched by threads on the cores near the GPU.
-
-    The thread that first touches a memory page determines the page's NUMA node. So neither the calling thread nor
-    OpenMP's threads may touch a new buffer. The test also checks that these threads may still run on the same cores as
-    before.
-    """
+    # The thread that first touches a memory page determines the page's NUMA node. So neither the calling thread nor
+    # OpenMP's threads may touch a new buffer.
     torch.ones(1 << 22).add_(1)  # starts OpenMP's threads
     device.cores, bound = [max(os.sched_getaffinity(0))], []
     monkeypatch.setattr("ebbtide.runtime.hardware.pages.bind", bound.append)
@@ -210,11 +206,8 @@ def test_every_lane_chooses_the_ranks_gpu(fake, device):
 
 
 def test_a_checkpoints_thread_chooses_the_gpu_before_a_stream(fake, monkeypatch):
-    """Check that a thread that writes a checkpoint uses a stream of its rank's GPU only while it has chosen this GPU.
-
-    A new thread has chosen GPU 0. When it leaves a stream of another GPU, PyTorch chooses GPU 0 again, for which CUDA
-    allocates some hundred MB of memory there, in each rank.
-    """
+    # A new thread has chosen GPU 0. When it leaves a stream of another GPU, PyTorch chooses GPU 0 again, for which CUDA
+    # allocates some hundred MB of memory there, in each rank.
     on_stream, chosen = fake.cuda.stream, []
 
     @contextlib.contextmanager
@@ -238,9 +231,7 @@ def test_a_checkpoints_thread_chooses_the_gpu_before_a_stream(fake, monkeypatch)
 
 
 def test_who_reads_parameters_holds_up_the_stream_that_is_current_and_no_other(fake, device):
-    """Check that reading updated parameters makes only the current CUDA stream wait for the updates. If parameters are
-    gathered ahead on another stream, the compute stream then waits only when a module needs them.
-    """
+    # If parameters are gathered ahead on another stream, the compute stream then waits only when a module needs them.
     gathers, held_up = fake.cuda.Stream(), []
     event = fake.cuda.Event()
     event.record()
@@ -265,7 +256,6 @@ def test_a_lane_that_cannot_begin_says_so(device, monkeypatch):
 
 
 def test_long_copies_go_in_pieces(fake, device, monkeypatch):
-    """Check that an urgent copy on another stream waits for at most one piece of a long copy."""
     monkeypatch.setattr(cuda, "PIECE_BYTES", 4096)
     stream, source = fake.cuda.Stream(), device.host_empty(2500, torch.float32)
     source.copy_(torch.arange(2500))
@@ -312,12 +302,8 @@ class Counted:
 
 @pytest.mark.parametrize("drift", [1e-3, -1e-3])
 def test_clocks_that_drift_apart_stay_together(drift):
-    """Check that `DeviceClock` converts GPU times to host times without growing error, although the two clocks
-    drift apart by 1 ms per second. Uncorrected, the error is 3.6 s after an hour.
-
-    The GPU reaches the event that marks a step 0.1 s after the host issues it, and `DeviceClock` learns of
-    this one step later.
-    """
+    # `DeviceClock` converts GPU times to host times without growing error, although the two clocks drift apart by 1 ms
+    # per second.
     now = [0.0]
 
     def seen(host_s):

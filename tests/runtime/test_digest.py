@@ -38,7 +38,6 @@ def test_pieces_add_up_however_they_are_cut_and_wherever_they_are(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 200_003])
 def test_what_comes_down_in_pieces_has_the_same_digest(dtype, count, monkeypatch):
-    """Check that `by_pieces`, which hashes parts while others are copied, gives the whole tensor's digest."""
     monkeypatch.setattr(module, "PIECE_BYTES", 1000 * torch.empty(0, dtype=dtype).element_size())
     whole = values(dtype, count)
     ours, expected = by_pieces(whole, 777, 2), digest(whole, 777)

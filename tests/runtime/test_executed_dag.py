@@ -279,7 +279,6 @@ def test_gradients_leave_the_bucket_in_the_executed_dag_as_in_the_simulated_one(
 
 
 def test_who_takes_a_buffer_waits_for_who_gave_it_back(monkeypatch):
-    """Check that an op that takes a buffer waits for the op that released this buffer last."""
     rng, uses, add = random.Random(5), Counter(), Executor._add
     given = {}
 
@@ -343,14 +342,10 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """Check that the runtime saves a gradient sum only after the sum's copy from the GPU to host memory has ended.
-
-    First, a step is skipped. No update waits for the gradient sum of this step, so the copy of the sum to its host
-    buffer may still run. The next step has a single micro-batch, and overwrites this host buffer. The runtime saves the
-    old sum first, because stock DeepSpeed would keep the old sum and might add to it later.
-
-    In this test a copy runs only when something waits for it, so that a missing wait shows.
-    """
+    # First, a step is skipped. No update waits for the gradient sum of this step, so the copy of the sum to its host
+    # buffer may still run. The next step has a single micro-batch, and overwrites this host buffer. The runtime saves
+    # the old sum first, because stock DeepSpeed would keep the old sum and might add to it later. In this test a copy
+    # runs only when something waits for it, so that a missing wait shows.
     under_way, wait_host = {}, Completion.wait_host
 
     def submit(self, body, waits, completion):

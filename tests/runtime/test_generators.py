@@ -39,7 +39,6 @@ def draws_of(path):
 
 
 def test_no_module_draws_from_a_default_generator():
-    """Check in the source that no module draws from a default generator, also in code that needs a GPU."""
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     found = [line for path in modules for line in draws_of(path) if str(path.relative_to(ROOT)) not in MAY_DRAW]
     assert not found, "\n".join(found)
@@ -59,7 +58,6 @@ def test_measuring_draws_nothing(tmp_path, monkeypatch):
 
 
 def test_dropout_is_stocks_in_the_first_run_on_a_machine_too(only_rank, tmp_path, monkeypatch):
-    """Check ZeRO-2 in one process. The test below checks ZeRO-3 on two ranks."""
     stock = losses(None, 2)
     measure_quickly(monkeypatch, tmp_path)
     assert losses("auto", 2) == stock
@@ -68,7 +66,6 @@ def test_dropout_is_stocks_in_the_first_run_on_a_machine_too(only_rank, tmp_path
 
 
 def test_every_entry_point_leaves_the_generators_alone(only_rank, tmp_path, monkeypatch):
-    """Check that no entry point of ebbtide changes the state of a default random generator."""
     from ebbtide.profiler import profile_engine
     from ebbtide.runtime.frontdoor.recorded import record
     from ebbtide.runtime.verify.lines import Lines
@@ -110,7 +107,7 @@ def test_every_entry_point_leaves_the_generators_alone(only_rank, tmp_path, monk
 
 @pytest.mark.slow
 def test_two_ranks_draw_alike(deepspeed_ops, tmp_path):
-    """Check that two ranks with dropout have stock's losses, although only the first measures the machine."""
+    # Two ranks with dropout have stock's losses, although only the first measures the machine.
     done = launch("tests.runtime.generators", tmp_path, 3)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
         f"rank {rank}: [True, True]" for rank in (0, 1)

@@ -78,7 +78,6 @@ def test_a_good_config_passes():
 
 
 def test_the_key_of_old_is_taken(only_rank):
-    """Check that a plan can be attached with ``cpu_offload: true``, DeepSpeed's former key."""
     made = config()
     del made["zero_optimization"]["offload_optimizer"]
     made["zero_optimization"]["cpu_offload"] = True
@@ -141,10 +140,6 @@ def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
 
 
 def test_an_interval_without_a_folder_is_refused_or_said(only_rank, caplog):
-    """Check that ``interval_steps`` without ``dir`` is an error of the caller, and a warning for a plan.
-
-    `tune plan --mtbf` without ``--checkpoint-dir`` makes such plans.
-    """
     saving, refusal = CheckpointPlan(interval_steps=2), r"interval_steps 2, but no dir, .*\. Add dir,"
     with pytest.raises(ConfigError, match=refusal):
         ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=config(), plan="auto", checkpoint=saving)
@@ -159,7 +154,6 @@ def test_an_interval_without_a_folder_is_refused_or_said(only_rank, caplog):
 
 
 def test_parameters_below_zero_3_stay_where_they_are_whatever_the_key(only_rank):
-    """Check that a plan ignores ``offload_param`` under ZeRO-2, as DeepSpeed does."""
     check_config(config(stage=2, offload_param={"device": "cpu"}))
 
 
@@ -188,7 +182,6 @@ def test_a_file_with_comments_is_read_and_one_that_is_none_is_named(tmp_path):
     ],
 )
 def test_what_is_no_plan_is_refused(plan, message):
-    """Check files and types. `tests/simulator/test_nouns.py` checks each field of a plan."""
     with pytest.raises(PlanError, match=message):
         ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=config(), plan=plan)
 
@@ -275,7 +268,6 @@ def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
 
 
 def test_the_state_of_a_script_s_own_optimizer_is_what_memory_must_hold():
-    """Check that memory for one moment is enough for a script's own Lion. Adam, the default, has two."""
     plan = Plan(subgroup_size=10**9, subgroups=(10**9,), placement=Plan.runs(["host"]))
     client = type("DeepSpeedCPULion", (), {})()
     needed = needed_bytes(plan, 2, optimizer=OPTIMIZERS["lion"])
@@ -321,12 +313,8 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
     ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)]
 )
 def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ranks, given, expected, automatic):
-    """Check that ebbtide sets ``reduce_bucket_size`` to 50 million elements on two ranks if the DeepSpeed config does
-    not set it. With smaller buckets, gradient copies start earlier.
-
-    A sum over two ranks has the same bits with any bucket size. On four ranks the bits could change, so DeepSpeed's
-    default stays.
-    """
+    # A sum over two ranks has the same bits with any bucket size. On four ranks the bits could change, so DeepSpeed's
+    # default stays.
     import deepspeed
 
     configs = []
@@ -350,7 +338,6 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ra
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("plan", ["auto", Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)])
 def test_mixtures_of_experts_are_refused_before_an_engine_is_built(monkeypatch, stage, plan):
-    """Check that a mixture of experts is refused before DeepSpeed builds an engine, which takes minutes."""
     import deepspeed
     from deepspeed.moe.layer import MoE
 

@@ -55,9 +55,7 @@ def test_a_process_that_nobody_started_is_the_only_rank(alone):
 
 @pytest.mark.parametrize("started", [by_group, by_torchrun, by_mpi, by_srun])
 def test_every_way_to_start_ranks_gives_the_same_answers(alone, tmp_path, started):
-    """Check the bucket size that ebbtide gives DeepSpeed, which could change the bits of sums over four ranks, and the
-    rank that a store of optimizer state belongs to. Two ranks with one number would share their files.
-    """
+    # Two ranks with one number would share their files.
     import deepspeed
 
     started(alone, 3, 4)
@@ -88,7 +86,6 @@ def test_a_process_group_is_believed_before_the_environment(alone):
 
 @pytest.mark.parametrize("started", launcher.LAUNCHERS, ids=lambda started: f"{started.rank} {started.local_size}")
 def test_each_launcher_tells_a_rank_its_place(alone, started):
-    """Check that a rank knows its place from the variables of any one launcher alone."""
     places = (5, 8, 1, 4)
     for name, value in zip(started, places, strict=True):
         alone.setenv(name, str(value))
@@ -103,14 +100,12 @@ def test_slurm_tells_the_tasks_of_each_node(alone, node, tasks):
 
 
 def test_a_batch_script_of_slurm_is_no_rank_of_the_tasks_it_may_start(alone):
-    """Check that the size of Slurm's allocation, which a batch script sees too, is not taken for ranks."""
     for name, value in {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "0"}.items():
         alone.setenv(name, value)
     assert (launcher.rank(), launcher.world_size(), launcher.local_ranks()) == (0, 1, 1)
 
 
 def test_no_other_module_reads_the_ranks_from_the_environment():
-    """Check that only one module reads the ranks' variables: another list would lack some launchers."""
     files = [path for folder in ("runtime", "profiler", "tuner") for path in (TOP / folder).rglob("*.py")]
     found = [path.name for path in files if READS.search(path.read_text(encoding="utf-8"))]
     assert found == [Path(launcher.__file__).name]

@@ -107,13 +107,7 @@ def test_large_subgroups_whose_parameters_go_past_the_caches(op, dtype, threads)
 
 @pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
 def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch):
-    """Check that ebbtide's update kernel gives the same bits as DeepSpeed's op if the kernel is compiled for older
-    CPUs.
-
-    Three CPUs are tried: one with AVX2, one without instructions for fused multiply-add (the C library then
-    computes it), and one with SSE2 only. Each compilation takes six seconds. The results are cached by source,
-    compiler and flags.
-    """
+    # Each compilation takes six seconds. The results are cached by source, compiler and flags.
     flags = [f"-march={march}" if f == "-march=native" else f for f in host._FLAGS]
     assert flags != host._FLAGS
     monkeypatch.setattr(host, "_FLAGS", flags)
@@ -185,13 +179,7 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
 @pytest.mark.parametrize(("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads, elements, begin):
-    """Check that the host kernel's update out of place (the results go to other memory) gives the same bits as its
-    update in place, and leaves the old state unchanged.
-
-    In all cases the number of elements is not a multiple of the SIMD width, and each thread gets several
-    blocks. In the longest case the kernel's stores bypass the caches, and the output array of fp32 master
-    parameters does not begin at a cache-line boundary.
-    """
+    # In all cases the number of elements is not a multiple of the SIMD width, and each thread gets several blocks.
     tail = 3
     settings, group = rule.trials[-1]
     step = rule(**settings).step(group, 1)
@@ -207,9 +195,6 @@ def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, thread
 
 
 def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
-    """Check the host kernel's updates of two parameter groups with different betas against DeepSpeed, which has one C++
-    optimizer for both. Each change of betas makes this optimizer's bias correction fall back to ``pow``.
-    """
     betas = [(0.9, 0.999), (0.8, 0.95)]
     params = [torch.randn(64), torch.randn(64)]
     stocks = [Stock(op, p) for p in params]
@@ -233,9 +218,6 @@ def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
 @pytest.mark.parametrize("recounts", [False, True])
 @pytest.mark.parametrize("order", ["ab", "aba", "aab", "abb", "abac"])
 def test_resume_with_several_betas_replays_only_what_has_an_effect(order, recounts):
-    """Check that a resume of subgroups with different betas gives the bias corrections of an uninterrupted run, and
-    that its time does not grow with the number of steps.
-    """
     betas = [{"a": (0.9, 0.999), "b": (0.8, 0.99), "c": (0.9, 0.95)}[name] for name in order]
     alone = BiasCorrection(*betas[0], recounts=recounts)
     for number in range(1, 60):
@@ -267,7 +249,6 @@ def test_every_fp16_gradient_is_read_exactly():
 
 
 def test_parameters_are_rounded_to_fp16_as_by_torch():
-    """Check the rounding of parameters at each fp16 number, half-way between two of them, and beside both."""
     numbers = torch.arange(0x7C01, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     half_way = (numbers[:-1] + numbers[1:]) / 2
     half_way[-1] = 65520.0  # between the largest number and 2^16, which is infinity in fp16

@@ -84,7 +84,7 @@ def test_what_is_done_needs_no_wait():
 
 
 def test_the_cause_stands_in_the_errors_own_line(lane):
-    """Check that a background op's error is in the message itself, since a user may see only the last line."""
+    # A background op's error is in the message itself, since a user may see only the last line.
     failed = Completion("state read s0")
     lane.submit(lambda: int("a flipped bit"), [], failed)
     with pytest.raises(BackgroundError, match=r"'state read s0' failed in the background: ValueError: .*flipped bit"):
@@ -93,7 +93,7 @@ def test_the_cause_stands_in_the_errors_own_line(lane):
 
 @pytest.mark.parametrize("own_thread", [True, False])
 def test_a_closed_lane_fails_what_is_submitted_to_it(own_thread):
-    """Check that an op that is submitted after the end of its lane fails, so that nothing waits for it for ever."""
+    # An op that is submitted after the end of its lane fails, so that nothing waits for it for ever.
     lane, late, ran = Lane("late", own_thread=own_thread), Completion("op"), []
     lane.close()
     lane.submit(lambda: ran.append(1), [], late)

@@ -147,12 +147,8 @@ def test_a_rate_that_no_machine_has_is_left_out(rate):
 
 @pytest.mark.parametrize("strange", [{"host_adam_params_per_s": 1.0}, {"h2d_bytes_per_s": float("nan")}, {"no": 1.0}])
 def test_what_was_observed_ends_no_run(stock, monkeypatch, strange):
-    """Check that training goes on, with stock DeepSpeed's results, if the runtime measures an impossible speed of
-    an update or a copy.
-
-    In an earlier version such a speed ended a run in its fourth step. The speed was wrong because the operating
-    system had paused the thread of an op for too long.
-    """
+    # In an earlier version such a speed ended a run in its fourth step. The speed was wrong because the operating
+    # system had paused the thread of an op for too long.
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_rates", lambda *_: strange)
     engine = new_engine()
     ebbtide.runtime.attach(engine, "auto", machine=machine())
@@ -180,7 +176,6 @@ def test_a_failed_observation_ends_no_run(stock, monkeypatch, caplog, place):
 
 
 def test_a_new_plan_that_cannot_start_leaves_the_plan_before(stock, monkeypatch, caplog):
-    """Check that training goes on under the old plan if memory is too short for the new one."""
     begun = []
 
     class OnlyOnce(Executor):
@@ -228,9 +223,8 @@ REFUSALS = [SwitchError(MemoryError("planted")), StorageError("planted"), PlanEr
 @pytest.mark.parametrize("error", [None, *REFUSALS])
 @pytest.mark.parametrize("others_fail", [False, True])
 def test_all_ranks_switch_or_none(error, others_fail):
-    """Check that a rank goes back to its old plan if the other rank could not switch. The two plans that then run
-    overlap updates with forward alike. Otherwise one rank would wait for the other one for ever.
-    """
+    # The two plans that then run overlap updates with forward alike. Otherwise one rank would wait for the other one
+    # for ever.
     rank = Rank(error, others_fail)
     stays = error is not None or others_fail
     before = rank.plan.ways
@@ -256,9 +250,7 @@ def fail(*_, **__):
 
 
 def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
-    """Check that ``plan="auto"`` does not replan while DeepSpeed's `offload_states` has moved the optimizer state away.
-    A new plan would take the GPU memory that `offload_states` has freed, and `reload_states` would undo the plan.
-    """
+    # A new plan would take the GPU memory that `offload_states` has freed, and `reload_states` would undo the plan.
     monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     engine = new_engine()
     ebbtide.runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())

@@ -93,12 +93,8 @@ def test_the_log_tells_what_the_first_steps_are_for_and_what_a_plan_brings(confi
 
 
 def test_the_monitor_waits_for_no_update(config, planned, monkeypatch):
-    """Check that no step waits for its updates to measure its time, because they could then not overlap with the next
-    forward.
-
-    Also check that nothing is measured while the state is offloaded, between the calls of DeepSpeed's `offload_states`
-    and `reload_states`.
-    """
+    # Also check that nothing is measured while the state is offloaded, between the calls of DeepSpeed's
+    # `offload_states` and `reload_states`.
     monkeypatch.setattr("ebbtide.runtime.zero.attach.MONITOR_PERIOD_STEPS", 1)
     engine = monitored(config, planned)
     session = engine.optimizer._ebbtide

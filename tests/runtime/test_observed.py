@@ -130,12 +130,9 @@ JOBS = [
 
 @pytest.mark.parametrize(("model", "name", "about", "slower"), JOBS)
 def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(model, name, about, slower):
-    """Check the workload and the speed of CPU updates that ``plan="auto"`` computes from measured steps. In this test
-    the measured steps come from a simulation.
-
-    The computed workload must have the times of the simulated workload. In a new simulation with the computed workload
-    and speed, CPU updates must be as fast as in the measured steps.
-    """
+    # In this test the measured steps come from a simulation. The computed workload must have the times of the simulated
+    # workload. In a new simulation with the computed workload and speed, CPU updates must be as fast as in the measured
+    # steps.
     believed = Machine.preset(name)
     update_rate = slower * believed.host_adam_params_per_s.median
     true = believed.with_rates(host_adam_params_per_s=update_rate)
@@ -171,9 +168,6 @@ def test_what_auto_expects_is_what_its_plan_takes(model, name, about, slower):
 @pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
-    """Check that the runtime, while it watches training for ``plan="auto"``, records how long backward waits for
-    gradient copies over a slow link. In this test each gradient waits until the previous gradient has been copied.
-    """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     engine = start(stage=stage, accumulation=2)
     ebbtide.runtime.attach(engine, _plan(engine), device=slowed(None, 2e6))
@@ -211,8 +205,6 @@ def test_parameters_that_are_still_coming_in_show_as_waits(only_rank):
 
 
 def test_moments_are_of_the_stream_on_which_a_pass_begins():
-    """Check that all times of a backward are of its first stream, also while the reduction stream is current."""
-
     class Streams(Device):
         current = "compute"
 
@@ -267,12 +259,8 @@ def test_nothing_is_recorded_that_nobody_asks_for(only_rank):
 
 
 def test_steps_of_many_micro_batches_are_seen(only_rank):
-    """Check that ``plan="auto"`` gets the times of one forward and one backward for each measured step, if a step has
-    40 micro-batches.
-
-    Only the first micro-batch of a step is measured. Its times must not come from the general timeline, which keeps
-    only the last 64 forwards, backwards and optimizer steps. These are fewer than those of one step.
-    """
+    # Only the first micro-batch of a step is measured. Its times must not come from the general timeline, which keeps
+    # only the last 64 forwards, backwards and optimizer steps.
     engine = start(accumulation=40)
     ebbtide.runtime.attach(engine, _plan(engine))
     own = engine.optimizer._ebbtide
@@ -328,7 +316,6 @@ def test_an_evaluation_between_steps_is_no_forward_of_training(only_rank, stage)
 
 
 def test_a_forward_that_fails_is_recorded_anew():
-    """Check that a forward that fails and is run again is recorded from the start of its second run."""
     watched = WatchedPasses(Device())
     watched.begins(OpKind.FORWARD, 0)  # this forward fails
     again_s = time.perf_counter()
@@ -339,7 +326,7 @@ def test_a_forward_that_fails_is_recorded_anew():
 
 
 def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
-    """Check that one backward of two forwards is one pass, although DeepSpeed calls its start hook twice."""
+    # One backward of two forwards is one pass, although DeepSpeed calls its start hook twice.
     engine = start()
     ebbtide.runtime.attach(engine, _plan(engine))
     recorder = engine.optimizer._ebbtide.recorder
@@ -361,10 +348,9 @@ def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
 
 
 def test_a_wait_for_one_parameter_is_a_wait_for_all_of_its_gather():
-    """Check which copies from host memory to the GPU are recorded as waited for, when forward or backward waits for one
-    gathered parameter. These must be the copies of all parameters in the same gather, because the gather begins only
-    after all of them.
-    """
+    # Check which copies from host memory to the GPU are recorded as waited for, when forward or backward waits for one
+    # gathered parameter. These must be the copies of all parameters in the same gather, because the gather begins only
+    # after all of them.
     waited, names = [], ["first", "second", "apart"]
     held = torch.zeros(1)
     held.final_location = "cpu"

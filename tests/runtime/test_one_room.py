@@ -46,7 +46,6 @@ def test_one_folder_touches_its_private_members():
 
 
 def test_every_private_member_in_use_is_in_the_table():
-    """Check that each private member of DeepSpeed in ``runtime/zero`` is in the table of ``private.py``."""
     trees = {p.name: ast.parse(p.read_text()) for p in (RUNTIME / "zero").rglob("*.py")}
     defined = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     ours = defined | {
@@ -80,7 +79,6 @@ def test_every_private_member_in_use_is_in_the_table():
 
 
 def test_what_executes_a_plan_does_not_know_whose_gradients_it_takes():
-    """Check that ``runtime/execution`` never mentions DeepSpeed, whose rules belong to ``runtime/zero``."""
     told = {
         path.name: [line for line in _code(path).splitlines() if "deepspeed" in line.lower()]
         for path in (RUNTIME / "execution").glob("*.py")
@@ -89,7 +87,6 @@ def test_what_executes_a_plan_does_not_know_whose_gradients_it_takes():
 
 
 def _code(path):
-    """Return the code of a Python module without its comments and docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(

@@ -90,7 +90,6 @@ SIZES = {"vocab_size": 101, "num_hidden_layers": 3, "num_attention_heads": 4, "h
 @pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3", "opt"])
 def test_subgroups_of_zero3_from_a_config_are_the_engines(family):
-    """Check that ZeRO-3 subgroups computed from a model config have exactly the sizes of the engine's."""
     import deepspeed
     import transformers
     from ebbtide.runtime.zero.cuts import subgroups_of

@@ -134,9 +134,6 @@ for kind in RULES:
 
 
 def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
-    """Check in Triton's interpreter that the GPU update kernels are launched correctly: they must give the
-    host kernels' bits. `tests.runtime.evidence.test_ptx` checks the bits of the compiled kernels.
-    """
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
@@ -149,20 +146,12 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
 def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
-    """Check that attaching compiles all versions of the kernel: also for fp32 gradients and odd addresses."""
     pytest.importorskip("triton")
     from ebbtide.runtime.kernels import device
 
     seen = set()
 
     def form(state, grad, out, step, tail):
-        """Return the properties of a call that decide which compiled version of an update kernel Triton uses.
-
-        The properties are the gradient's dtype, whether each tensor's address is a multiple of 16, whether each of two
-        sizes is a multiple of 16, and the form of weight decay (``step.variant``). The first size is the number of
-        elements. The second size is the number of elements without the last ``tail`` ones, for which the kernel rounds
-        the moments differently.
-        """
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*state, grad, out)]
         return (grad.dtype, *aligned, len(grad) % 16 == 0, (len(grad) - tail) % 16 == 0, step.variant)
 

@@ -58,7 +58,6 @@ def test_without_a_container_all_is_the_machines(host):
 
 
 def test_everything_that_asks_has_the_containers_memory(host):
-    """Check that all parts of ebbtide take the container's memory limit, above which the kernel kills a process."""
     contain(host)
     plan = Plan(subgroup_size=10**9, subgroups=(10**9,) * 6, placement=Plan.runs(["host"] * 6), staging_slots=0)
     with pytest.raises(ConfigError, match=r"31\.00 GiB free"):  # less than the 78 GiB that the plan takes
@@ -87,7 +86,6 @@ MAY_ASK = {
 
 
 def test_nobody_else_asks_the_machine():
-    """Check that only a few modules ask the system, which ignores a container's limits, for memory or cores."""
     found = set()
     for package in ("simulator", "profiler", "tuner", "runtime"):
         for path in (ROOT / package).rglob("*.py"):
@@ -121,7 +119,6 @@ def test_version_1_of_control_groups(host):
 
 
 def test_a_gpus_memory_is_not_the_hosts(host):
-    """Check that GPU memory does not count as host memory on a GH200, whose driver lists it as a NUMA node."""
     nodes = host / "sys/devices/system/node"
     for number, cores, gib in ((0, "0-63", 928), (1, "", 96)):
         write(nodes / f"node{number}/cpulist", cores)

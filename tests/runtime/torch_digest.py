@@ -34,19 +34,12 @@ def _chunk(piece: torch.Tensor, start: int) -> Digest:
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each element of a tensor as a tensor of non-negative int64."""
     if piece.dtype == torch.float32:
         return piece.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     return piece.view(torch.int16).to(torch.int64) & 0xFFFF
 
 
 def _keys(start: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hash key and the random sign of each position in a tensor, as the tensor digest in digest.cpp
-    computes them.
-
-    The digest multiplies the bits of each element by the key of its position, and its value by the sign.
-    int64 wraps around as uint64 does.
-    """
     places = np.arange(start, start + count, dtype=np.uint64)
     inner = _mixed(places % np.uint64(TABLE)) | np.uint64(1)
     outer = _mixed(~(places // np.uint64(TABLE))) | np.uint64(1)

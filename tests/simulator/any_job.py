@@ -69,11 +69,9 @@ def random_workload(rng):
 
 
 def cut_anew(rng, work):
-    """Return a copy of a workload with subgroups of another, random size.
-
-    They are the subgroups that DeepSpeed forms for another ``sub_group_size``. In 30% of the cases under ZeRO-3, they
-    are parts of DeepSpeed's present subgroups instead.
-    """
+    """Return a copy of a workload with subgroups of another, random size."""
+    # They are the subgroups that DeepSpeed forms for another ``sub_group_size``. In 30% of the cases under ZeRO-3, they
+    # are parts of DeepSpeed's present subgroups instead.
     size = int(10 ** rng.uniform(np.log10(work.params) - 1.8, np.log10(work.params) - 0.5)) + 1
     return work.in_pieces(size) if work.zero_stage == 3 and rng.random() < 0.3 else work.recut(size)
 

@@ -32,11 +32,8 @@ def below(tried, floor_s):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_random_plan_beats_the_bound_of_its_job(seed):
-    """Check that no random plan for a job has a shorter iteration than the job's lower bound.
-
-    The bound is computed for the smallest memory limits under which the plan fits. With larger limits the bound
-    would be lower, and an error in its memory rules would stay hidden.
-    """
+    # The bound is computed for the smallest memory limits under which the plan fits. With larger limits the bound would
+    # be lower, and an error in its memory rules would stay hidden.
     rng, near = np.random.default_rng(seed), []
     for _ in range(10):
         work, on = random_job(rng)
@@ -109,13 +106,9 @@ def test_with_room_for_all_state_the_bound_is_the_passes_and_the_updates_on_the_
 
 
 def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
-    """Check the lower bound of the iteration time if GPU memory has little room for optimizer state, and the link
-    between host and GPU is slow.
-
-    For comparison, a plan with all updates on the CPU is simulated. The simulated iteration is the sum of backward, all
-    updates, the copy of the last updated parameters to the GPU, and the last layer's forward. The bound must lie
-    between 75% and 100% of this sum, and must list the CPU updates among the resources that limit it.
-    """
+    # The simulated iteration is the sum of backward, all updates, the copy of the last updated parameters to the GPU,
+    # and the last layer's forward. The bound must lie between 75% and 100% of this sum, and must list the CPU updates
+    # among the resources that limit it.
     work, on = workload(), machine(host_adam_params_per_s=4e8, h2d_bytes_per_s=4e9, device_adam_params_per_s=4e9)
     limits = Limits(work.device_base_bytes + 2**28, 2**45)
     found = lower_bound(work, on, limits)
@@ -127,12 +120,6 @@ def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
 
 
 def test_what_is_in_buffers_need_not_be_copied_after_the_norm():
-    """Check that the lower bound of the iteration time counts no copy after the gradient norm for state that is already
-    in staging buffers on the GPU.
-
-    In this test, the state of sixty of a hundred subgroups is copied to the GPU during backward. Only the state of the
-    other forty is copied after the norm.
-    """
     slow = Layer(params=10**7, forward_s=0.001, backward_s=0.1)
     work = workload(100, layers=(slow,) * 100)
     on = machine(host_adam_params_per_s=1.0, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e12, device_adam_params_per_s=1e12)

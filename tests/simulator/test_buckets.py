@@ -47,14 +47,10 @@ def test_all_that_is_left_leaves_at_the_end_of_backward():
 
 
 def test_small_parameters_leave_with_their_layer():
-    """Check after which layer's backward the simulator lets a layer's gradients leave DeepSpeed's reduce bucket, if the
-    layer has many small parameters.
-
-    In DeepSpeed, gradients leave the bucket when the next one does not fit. In the simulator, all gradients of a layer
-    leave at one time: when DeepSpeed has reduced half of the layer's elements. So if the bucket holds a single
-    gradient, a layer's gradients leave after the layer's own backward. In DeepSpeed, the last of these gradients would
-    wait for a gradient of the next layer.
-    """
+    # In DeepSpeed, gradients leave the bucket when the next one does not fit. In the simulator, all gradients of a
+    # layer leave at one time: when DeepSpeed has reduced half of the layer's elements. So if the bucket holds a single
+    # gradient, a layer's gradients leave after the layer's own backward. In DeepSpeed, the last of these gradients
+    # would wait for a gradient of the next layer.
     work = Workload(name="w", layers=layers(40, 40), subgroups=(80,), parameters=((10,) * 8,))
     assert left(work, 10) == [[0], [1]]
     # Five gradients fit. The sixth one, half of layer 0's, is computed in the middle of layer 0's backward.
@@ -152,7 +148,6 @@ def test_the_bucket_is_the_configs(ranks, stage, zero, own, planned):
 
 
 def test_a_workload_file_without_a_bucket_keeps_its_meaning():
-    """Check that a workload file without bucket fields reduces each layer's gradients after its backward."""
     work = workload((10,) * 4)
     fields = work.model_dump(mode="json")
     del fields["reduce_bucket_params"], fields["planned_bucket_params"]
@@ -162,12 +157,9 @@ def test_a_workload_file_without_a_bucket_keeps_its_meaning():
 
 
 def test_a_whole_layer_leaves_in_the_order_of_its_parameters():
-    """Check the order in which the simulator copies the gradients of two layers, with two parameters each.
-
-    If DeepSpeed's reduce bucket holds all gradients, DeepSpeed sorts them by the numbers of their parameters. If the
-    bucket holds one gradient at a time, the last parameter's gradient is copied first, because backward computes it
-    first.
-    """
+    # If DeepSpeed's reduce bucket holds all gradients, DeepSpeed sorts them by the numbers of their parameters. If the
+    # bucket holds one gradient at a time, the last parameter's gradient is copied first, because backward computes it
+    # first.
     own = {"layers": layers(20, 20), "parameters": ((10,) * 4,)}
     work = workload((10,) * 4, reduce_bucket_params=1000).model_copy(update=own)
     assert behind(build_schedule(work, HOSTED, 1)) == [(0, 0), (1, 0), (2, 0), (3, 0)]
@@ -184,11 +176,7 @@ def test_the_order_of_updates_knows_when_gradients_leave():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_small_bucket_costs_no_time_and_changes_nothing(seed, monkeypatch):
-    """Check that the simulator divides a layer's gradients into few parts, however small DeepSpeed's gradient bucket
-    is. With and without this limit, gradients must leave the bucket after the backward of the same layers.
-
-    Without the limit, the schedule of a model with 8 B parameters and a bucket of 1,000 elements has 8 million parts.
-    """
+    # With and without this limit, gradients must leave the bucket after the backward of the same layers.
     rng = random.Random(seed)
     work = random_workload(rng, rng.choice([2, 3])).model_copy(update={"parameters": ()})
     sizes = [layer.params + layer.params_of_others for layer in work.layers]

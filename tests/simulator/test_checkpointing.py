@@ -265,9 +265,6 @@ def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
 
 
 def _not_torn(schedule, fast, subgroup, way):
-    """Assert that in a simulated save each subgroup's old state is on disk or copied before its next update
-    overwrites that state.
-    """
     kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H, "resident": OpKind.UPDATE_DEVICE}[way.placement]
     if way == EARLY[0]:
         kind = OpKind.UPDATE_HOST_EARLY
@@ -282,13 +279,9 @@ def _not_torn(schedule, fast, subgroup, way):
 
 
 def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
-    """Check the time that a simulated checkpoint save needs to copy state to DeepSpeed's own tensors, if the plan's
-    subgroups are parts of DeepSpeed's subgroups.
-
-    The save copies all state that stays in GPU memory to DeepSpeed's tensors on the host. Early updates (before the
-    gradient norm is known) write alternately to DeepSpeed's tensors and to spare buffers, so on average half of their
-    state is in spare buffers. The save copies this half to DeepSpeed's tensors too.
-    """
+    # The save copies all state that stays in GPU memory to DeepSpeed's tensors on the host. Early updates write
+    # alternately to DeepSpeed's tensors and to spare buffers, so on average half of their state is in spare buffers.
+    # The save copies this half to DeepSpeed's tensors too.
     have = machine(d2h_bytes_per_s=4e9)
     made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)
     whole, pieces = workload(3), workload(3, state_stays=True)

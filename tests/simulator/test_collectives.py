@@ -96,9 +96,7 @@ def test_any_layout_is_as_counted_rank_by_rank(layout):
 
 
 def test_tensor_parallelism_between_nodes_takes_the_network():
-    """Check the simulated time of tensor parallelism over eight ranks on two nodes. Each of two all-reduces
-    per layer sends 7/8 of the activations twice over the network, at 8.3 GB/s.
-    """
+    # Each of two all-reduces per layer sends 7/8 of the activations twice over the network, at 8.3 GB/s.
     four, eight = (work(tensor_parallel=n, micro_batch=8) for n in (4, 8))
     size = 8 * 2048 * 4096 * 2
     crossing_s = 2 * 2 * 7 / 8 * size / A100.rate("network_bytes_per_s")
@@ -114,7 +112,6 @@ def test_tensor_parallelism_between_nodes_takes_the_network():
 
 
 def test_both_exchanges_cannot_have_the_network_at_once():
-    """Check that ZeRO's gathers wait for the tensor-parallel traffic that enters the same node."""
     one, two = (work(tensor_parallel=8, data_parallel=n, micro_batch=8) for n in (1, 2))
     assert one.layers[1].network_gather_bytes == 0
     exchanged = 2 * 2 * 7 / 8 * 8 * 2048 * 4096 * 2

@@ -128,7 +128,6 @@ def test_parameters_on_the_host_follow_the_version_too():
 
 
 def test_each_older_way_is_slower_on_the_host():
-    """Check that unpinned copies, fp32 parameters and torch's own Adam each make stock offload slower."""
     for stage, ways in (
         (3, [("0.19.8", {}), ("0.19.4", {}), ("0.19.4", TORCH_ADAM)]),
         (2, [("0.19.8", {}), ("0.16.9", {}), ("0.16.9", TORCH_ADAM)]),

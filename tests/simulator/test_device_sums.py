@@ -43,11 +43,6 @@ def test_early_updates_begin_after_the_one_copy_to_the_host():
 
 
 def test_over_a_slow_link_an_iteration_is_shorter_by_the_crossings():
-    """Check the simulated time that on-device gradient accumulation saves over a slow link.
-
-    At 2 bytes per second, 80 bytes of gradients take 40 s to copy to the host. Without accumulation on the GPU,
-    each of six micro-batches makes this copy. With it, the sum is copied once.
-    """
     work = workload(forward_s=1 / 6, backward_s=1 / 3, gradient_accumulation_steps=6)
     on = machine(h2d_bytes_per_s=2.0, d2h_bytes_per_s=2.0, host_adam_params_per_s=1e9)
     crosses, stays = (simulate(build_schedule(work, planned(n, ["host"] * 4)), on).iteration_s for n in (0, 4))

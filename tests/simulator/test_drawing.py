@@ -9,7 +9,6 @@ def drawn(spans):
 
 @pytest.fixture(autouse=True)
 def _close():
-    """Close all figures. Matplotlib is imported here and not while pytest collects, which all workers do."""
     import matplotlib.pyplot as plt
 
     yield

@@ -79,10 +79,7 @@ SIZES = (
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_size_that_a_config_leaves_out_is_the_one_of_transformers(family):
-    """Check that the number of parameters is never that of a guessed size, whichever size a config leaves out.
-
-    A model may be refused. Hidden size and heads are unusual, so that no family's default fits to them by chance.
-    """
+    # A model may be refused. Hidden size and heads are unusual, so that no family's default fits to them by chance.
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")

@@ -55,9 +55,7 @@ def random_order(placements, rng):
 
 
 def with_storage(on, rng):
-    """Return a copy of a simulated machine with a drive of random read and write bandwidth. Reads and writes at the
-    same time slow each other down.
-    """
+    """Return a copy of a simulated machine with a drive of random read and write bandwidth."""
     rates = {f"storage_{way}_bytes_per_s": 10 ** rng.uniform(0, 3) for way in ("read", "write")}
     rates["storage_duplex_factor"] = rng.uniform(0.3, 1.0)
     return on.model_copy(update={name: Quantity.exact(rate) for name, rate in rates.items()})
@@ -195,12 +193,6 @@ def test_a_longer_warm_up_gives_the_mean_of_the_later_iterations(seed):
 
 
 def test_more_kinds_of_ops_than_are_remembered():
-    """Check that the fast simulator never gives an op the cached speed of another op, if there are more kinds of ops
-    than its cache holds.
-
-    The cache holds 15 kinds of CPU updates, 15 kinds of copies to the GPU, and 15 kinds of copies to the host. This
-    test has 40 ops of each, and all of them need different shares of DRAM bandwidth.
-    """
     out = ScheduleBuilder()
     for number in range(40):
         out.add(OpKind.UPDATE_HOST, Lane.HOST, 3.0 + number, "host_adam_params_per_s", dram_bytes=10.0 + 7 * number)
@@ -211,10 +203,6 @@ def test_more_kinds_of_ops_than_are_remembered():
 
 
 def test_the_speeds_of_ops_that_run_together_again_are_not_computed_again(monkeypatch):
-    """Check by counting that the fast simulator computes speeds once for each combination of kinds of running ops.
-
-    This schedule has 2000 ops of four kinds on each of three lanes: at most 125 combinations.
-    """
     for name in ("run", "_events", "_speeds"):  # as Python, so that their calls can be counted
         monkeypatch.setattr(kernel, name, getattr(kernel, name).py_func)
     computed, find = [], kernel._find_speeds

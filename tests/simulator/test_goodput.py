@@ -20,10 +20,8 @@ from studies.goodput import availability_interval, cost, failures_of, simulated_
 
 
 def asked(iteration_s, stall_s, interference_s, steps, mtbf_s, restart_s=0.0, persist_s=0.0):
-    """Build the arguments of `expected_goodput` and `simulated_goodput` from plain numbers, and return them as a tuple.
-
-    The arguments are the iteration time, the cost of a checkpoint, the failures (mean time between failures, and time
-    of a restart), and the number of steps between checkpoints.
+    """Build the arguments of `expected_goodput` and `simulated_goodput` from plain numbers, and return them as
+    a tuple.
     """
     cost = CheckpointCost(stall_s, interference_s, persist_s)
     return iteration_s, cost, Failures(mtbf_s, restart_s), steps
@@ -117,7 +115,6 @@ def test_storage_limits_many_nodes_and_nodes_limit_few():
 
 
 def test_regular_failures_differ_from_exponential_ones():
-    """Check regular failures, every 1,000 s: restart 50 s + 9 intervals of 102 s, so 900 of 1,000 s are useful."""
     simulated = simulated_goodput(*asked(1.0, 2.0, 0.0, 100, 1.0, 50.0), intervals=9_000, gap_s=lambda: 1_000.0)
     assert simulated == pytest.approx(0.9, rel=2e-3)
 

@@ -35,9 +35,6 @@ def test_with_nothing_more_offloaded_it_is_stock_offload():
 
 
 def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
-    """Check that simulated ZeRO-Infinity copies parameters from host memory to the GPU for each pass while the layer
-    before computes. A layer's 20 bytes take 20 s and its forward 1 s, so forward of four layers takes 4 x 20 s + 1 s.
-    """
     timeline = run(optimizer="cpu")
     assert len(spans(timeline, OpKind.PARAMETER_FETCH)) == 8
     assert timeline.phases()["forward_s"] == 4 * 20 + 1
@@ -45,11 +42,7 @@ def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
 
 
 def test_unpinned_parameters_come_at_their_rate_and_each_pass_waits():
-    """Check that in the simulator a copy of parameters from unpinned host memory blocks the host thread.
-
-    Unpinned copies have half the rate of pinned ones here. So a layer's 20 bytes take 40 s, and the layer's forward
-    of 1 s starts only afterwards.
-    """
+    # Unpinned copies have half the rate of pinned ones here.
     slow = machine(pageable_h2d_bytes_per_s=0.5)
     timeline = run(on=slow, optimizer="cpu", pinned_parameters=False)
     assert timeline.phases()["forward_s"] == 4 * (40 + 1)
@@ -72,7 +65,6 @@ def test_parameters_leave_the_device_but_for_two_layers():
 
 
 def test_activations_wait_in_host_memory():
-    """Check offloaded activations: of four layers with 7 bytes, three go to the host, two at most are on the GPU."""
     link = {"d2h_bytes_per_s": 1e6, "h2d_bytes_per_s": 1e6}
     kept = run(on=machine(**link), optimizer="cpu", parameters="device")
     gone = run(on=machine(**link), optimizer="cpu", parameters="device", activations="cpu")
@@ -85,9 +77,6 @@ def test_activations_wait_in_host_memory():
 
 
 def test_state_is_read_updated_and_written_one_subgroup_after_the_other():
-    """Check that simulated ZeRO-Infinity reads, updates and writes optimizer state on NVMe one subgroup after
-    the other. Each of four subgroups reads 160 bytes at 2 bytes/s and writes 120 at 1 byte/s: 80 s + 120 s.
-    """
     on = machine(**{**QUICK, "storage_write_bytes_per_s": 1.0, "storage_read_bytes_per_s": quantity(2.0)})
     timeline = run(on=on, parameters="device")
     reads, writes = spans(timeline, OpKind.STATE_READ), spans(timeline, OpKind.STATE_WRITE)

@@ -126,12 +126,8 @@ def test_steps_that_are_right_wrong_skipped_paused_or_have_a_gradient_twice(seed
 
 
 def test_a_wrong_early_update_waits_for_its_own_copy_to_the_host_if_that_is_the_later_one():
-    """Check that a redone staged update waits for the state that the rolled-back update copies to host memory.
-
-    A staged update copies a subgroup's state to the GPU and back. If the update was early and is rolled back, it is
-    redone, and the state is copied to the GPU again. This copy must wait until the state is back in host memory, even
-    if it uses another staging buffer (GPU memory for one subgroup) that has long been free.
-    """
+    # If the update was early and is rolled back, it is redone, and the state is copied to the GPU again. This copy must
+    # wait until the state is back in host memory, even if it uses another staging buffer that has long been free.
     run = Run([Way("device", early=True)] * 2, slots=2, prefetch=0, order=[0, 1])
     run.made.backward(None)
     run.arrives(1)
@@ -165,13 +161,9 @@ def test_what_holds_a_slot_is_updated_first_if_late_staged_updates_need_it():
 
 @pytest.mark.parametrize("forgotten", [Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS, *Slot, "order"])
 def test_a_forgotten_wait_of_the_machine_is_seen(forgotten, monkeypatch):
-    """Check that the recorded schedules (`recorded_schedules.json`) would show a fault in `Issue`, which decides the
-    order and the waits of a step's ops.
-
-    `Issue` is changed to forget one kind of wait, to take a buffer too early, or to reverse the order of updates. Then
-    some schedule must differ from the recorded one. A comparison of the schedule builder with the runtime's executor
-    would not show the fault, because both use `Issue`.
-    """
+    # `Issue` is changed to forget one kind of wait, to take a buffer too early, or to reverse the order of updates.
+    # Then some schedule must differ from the recorded one. A comparison of the schedule builder with the runtime's
+    # executor would not show the fault, because both use `Issue`.
     issue, take = Issue._issue, Issue._take
 
     def less(self, step, *others):

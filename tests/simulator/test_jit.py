@@ -16,7 +16,6 @@ def loaded(path):
 
 
 def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monkeypatch):
-    """Check that a change of an imported file recompiles functions. numba checks only a function's own file."""
     given, caller = tmp_path / "jit_given.py", tmp_path / "jit_caller.py"
     head = "from ebbtide.simulator.engines.jit import compiled\n"
     caller.write_text(f"{head}from jit_given import COUNT, twice\n@compiled\ndef f(x):\n    return twice(x) + COUNT\n")

@@ -45,11 +45,7 @@ def test_a_profiled_workload_is_started_otherwise():
 
 
 def test_threads_slow_stock_and_its_peers_and_nothing_else():
-    """Check that in the simulator fewer OpenMP threads slow down the CPU updates of DeepSpeed and Twin-Flow, but not
-    those of an ebbtide plan, which sets its own number of threads.
-
-    One thread updates a quarter as many parameters per second as all cores, so an update of 1 s takes 4 s.
-    """
+    # One thread updates a quarter as many parameters per second as all cores, so an update of 1 s takes 4 s.
     on = node(
         stock_host_adam_params_per_s=Quantity.exact(1e9),
         cpu_cores=8,

@@ -150,10 +150,8 @@ def test_the_byte_gpt_of_the_studies_is_counted_as_torch_counts_it():
 
 
 def unlimited(name, **changes):
-    """Return a machine preset on which only matrix products take time.
-
-    Its GPU memory bandwidth is nearly unlimited, and the host launches a layer in almost no time.
-    """
+    """Return a machine preset on which only matrix products take time."""
+    # Its GPU memory bandwidth is nearly unlimited, and the host launches a layer in almost no time.
     far = {"device_memory_bytes_per_s": 1e15, "layer_issue_s": 1e-12}
     fields = {key: Quantity.exact(value) for key, value in {**far, **changes}.items()}
     return preset(name).model_copy(update=fields)
@@ -225,13 +223,8 @@ def mfu(machine, **shape):
 
 
 def test_eager_kernels_and_their_loss_take_more_of_the_devices_memory():
-    """Compare estimated workloads with the default one, which has fused kernels and an unfused loss. With eager
-    kernels, forward and backward are longer and need more activation memory. With a fused loss, backward is shorter and
-    needs less activation memory.
-
-    With very fast GPU memory, backward takes equally long in all of them, because only the ops between matrix products
-    differ.
-    """
+    # With a fused loss, backward is shorter and needs less activation memory. With very fast GPU memory, backward takes
+    # equally long in all of them, because only the ops between matrix products differ.
     shape = {"sequence": 2048, "micro_batch": 4, "activation_checkpointing": "none", "zero_stage": 2}
     ways = ({}, {"kernels": "eager"}, {"fused_loss": True})
     plain, eager, fused = (workload_from_model(LLAMA, preset("a100-80gb"), **shape, **way) for way in ways)
@@ -253,9 +246,7 @@ def test_scores_that_are_stored_take_time_and_memory():
 
 
 def test_without_hooks_a_layer_is_issued_sooner():
-    """Check two rules for the time in which the host launches a layer's kernels. Under ZeRO-2 it is shorter than under
-    ZeRO-3, because forward gathers no parameters. For PyTorch's eager kernels it is longer than for fused ones.
-    """
+    # Under ZeRO-2 it is shorter than under ZeRO-3, because forward gathers no parameters.
     machine = preset("h100")
     three, two, eager = (
         workload_from_model(LLAMA, machine, sequence=1, zero_stage=stage, kernels=kernels).layers[1].forward_s
@@ -288,9 +279,6 @@ def test_a_short_forward_takes_what_the_host_needs_to_issue_it():
 
 
 def test_a_plan_goes_without_the_hooks_where_all_parameters_stay_on_one_gpu():
-    """Check on an h100 that only a plan that keeps all parameters in GPU memory is predicted without DeepSpeed's module
-    hooks, by the schedule and by the sweep alike, and that several ranks and ZeRO-2 keep their times.
-    """
     machine = preset("h100")
     work = workload_from_model(LLAMA, machine, sequence=1, micro_batch=1)
     count = len(work.subgroups)
@@ -318,12 +306,8 @@ def test_a_plan_goes_without_the_hooks_where_all_parameters_stay_on_one_gpu():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_reduced(ranks):
-    """Check how much longer backward is in an estimated workload with fp32 gradients than with bf16 gradients, at any
-    number of ranks.
-
-    The difference must be the time of the gradient reduction and of six reads or writes in GPU memory, each for the two
-    additional bytes per gradient element.
-    """
+    # The difference must be the time of the gradient reduction and of six reads or writes in GPU memory, each for the
+    # two additional bytes per gradient element.
     machine = preset("h100-node")
     narrow, wide = (
         workload_from_model(
@@ -350,14 +334,6 @@ def test_the_heads_loss_costs_memory_traffic():
 
 
 def test_parts_of_a_fused_loss_are_as_small_as_the_input_of_the_head():
-    """Check the simulated memory of a fused loss, which is computed in parts and holds the logits of one part at a
-    time.
-
-    The number of parts is the vocabulary size divided by the hidden size, as in Liger, but at least 8. So with a
-    vocabulary of 64 times the hidden size, a 64th of all logits is in memory, and with a vocabulary of 4 times the
-    hidden size, an 8th.
-    """
-
     def saved(vocabulary):
         sizes = {"layers": 2, "hidden": 512, "heads": 8, "vocabulary": vocabulary}
         plain, fused = (
@@ -541,7 +517,6 @@ def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, sub
 
 
 def test_recut_is_what_deepspeed_does(only_rank):
-    """Check that `Workload.recut` returns the subgroups of an engine with the same `sub_group_size`."""
     from ebbtide.profiler import profile_engine
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step
@@ -579,11 +554,8 @@ def test_a_number_that_is_none_is_refused_not_passed_over():
 
 
 def test_a_machine_that_does_not_tell_issues_layers_as_others_do():
-    """Check the estimate for a machine without a measured `layer_issue_s`, which is the time that the host needs to
-    launch the kernels of a layer. The estimate must assume 1.8 ms.
-
-    With 0 ms, such a machine would seem faster than a machine with a measured launch time.
-    """
+    # The estimate must assume 1.8 ms. With 0 ms, such a machine would seem faster than a machine with a measured launch
+    # time.
     told = preset("h200").model_copy(update={"layer_issue_s": Quantity.exact(1.8e-3)})
     silent = told.model_copy(update={"layer_issue_s": None})
     config = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000}
@@ -602,7 +574,6 @@ def of_experts(experts=128, tokens=4096, layout=STACKED, machine="h100", **job):
 
 
 def test_experts_are_slower_than_one_dense_mlp_of_the_same_work():
-    """Check a layer with experts against a dense one with equal operations per token, and by the number of rows."""
     dense = {**MIXTURE, "ffn": 8 * 768, "gated": True}
     del dense["experts_per_token"]
     same = workload_from_model(dense, preset("h100"), sequence=4096, micro_batch=8).layers[1].forward_s

@@ -136,7 +136,6 @@ def test_plans_that_cannot_be(fields, message):
 
 
 def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
-    """Check that saving goes through a link, or into a pipe such as ``/dev/stdout``, and replaces neither."""
     made, path, link, pipe = machine(), *(tmp_path / name for name in ("real", "link", "pipe"))
     path.write_text("old")
     link.symlink_to(path)
@@ -234,9 +233,6 @@ def test_predicted_and_other_timelines_open_side_by_side(tmp_path):
 
 
 def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():
-    """Check that a workload file of schema 1 (an older format) is converted when it is read. In schema 1, a layer's
-    forward and backward times were sums over all micro-batches of a step.
-    """
     work = workload(gradient_accumulation_steps=4, forward_s=0.5, backward_s=1.5)
     fields = work.model_dump(mode="json")
     before = [{**layer, "forward_s": 2.0, "backward_s": 6.0} for layer in fields["layers"]]

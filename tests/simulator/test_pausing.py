@@ -64,7 +64,6 @@ def test_early_updates_never_cost_more_than_a_percent(times):
 
 @pytest.mark.parametrize("times", TIMES, ids=str)
 def test_an_adversary_wins_no_more_than_a_percent(times):
-    """Check that the pausing rule loses at most 1% if all steps with early updates clip, and no others do."""
     rule, early = PauseRule(times), 0
     for _ in range(600):
         early += rule.on
@@ -119,7 +118,6 @@ def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm
 
 
 def test_updates_move_under_backward():
-    """Check that updates, which take twice as long as forward, overlap with backward if they are early."""
     work = workload(forward_s=1.0, backward_s=3.0)
     on = machine(host_adam_params_per_s=5.0, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4)
     waits, updated_early = (simulate(build_schedule(work, planned(n)), on).iteration_s for n in (0, 4))
@@ -135,11 +133,6 @@ def test_state_and_parameters_are_there_twice():
 
 
 def test_early_staged_updates_come_as_gradients_do_and_return_with_their_parameters():
-    """Check the simulated times of early updates on the GPU: updates that start before the gradient norm is known.
-
-    The updates share one staging buffer. When backward has computed a subgroup's gradients, the subgroup's state is
-    copied to the GPU in 1 s. After the update, it is copied back to the host in 1 s, together with the new parameters.
-    """
     work, on = workload(), machine(h2d_bytes_per_s=120, d2h_bytes_per_s=140, device_adam_params_per_s=1e9)
     plan = planned(0, "device", staging_slots=1, prefetch=1, speculate_visits=4)
     schedule = build_schedule(work, plan)
@@ -148,9 +141,6 @@ def test_early_staged_updates_come_as_gradients_do_and_return_with_their_paramet
     norm = next(s for s in spans if s.kind == OpKind.NORM)
 
     def begins(kind):
-        """Return a dict from each subgroup to the start time of its op of the given kind, in seconds after the start of
-        backward.
-        """
         return {s.subgroup: s.start_s - norm.end_s + 8 for s in spans if s.kind == kind}
 
     assert begins(OpKind.STATE_H2D) == pytest.approx({3: 2, 2: 4, 1: 6, 0: 8}, abs=1e-6)

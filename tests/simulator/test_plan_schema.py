@@ -49,7 +49,6 @@ def test_a_plan_that_no_runtime_ever_ran_is_refused():
 
 
 def test_plans_of_schema_2_give_the_schedules_that_they_gave_then():
-    """Check that 400 random plans of plan schema 2 still give the recorded ops, waits, work and memory."""
     recorded = json.loads(PATH.read_text())
     assert len(set(recorded)) == CASES
     assert [digest(number) for number in range(CASES)] == recorded

@@ -45,7 +45,6 @@ def test_every_value_tells_its_source_and_has_a_spread(named):
 
 
 def test_no_rate_exceeds_its_physical_limit(named):
-    """Check that no preset exceeds the limits from published facts (`tests.simulator.hardware_limits`)."""
     machine, sheet = named
     assert offences(machine) == []
     assert sheet_offences(sheet, machine.name) == []
@@ -95,9 +94,7 @@ def test_no_update_draws_more_than_one_numa_node_or_a_ranks_share(named):
 
 
 def test_published_updates_are_what_four_ranks_reach():
-    """Check the host updates of the preset `h100-node` against the published rate of 1.7e9 parameters/s per
-    rank, for four ranks. The published rate includes the copy of new parameters to the GPU.
-    """
+    # The published rate includes the copy of new parameters to the GPU.
     machine = preset("h100-node")
     drawn = machine.rate("dram_bytes_per_s") * rank_share(machine, "dram", 4)
     passes = min(machine.rate("stock_host_adam_params_per_s"), drawn / STOCK_UPDATE_BYTES)
@@ -106,7 +103,6 @@ def test_published_updates_are_what_four_ranks_reach():
 
 
 def test_hosts_with_the_same_memory_update_alike():
-    """Check that `h100-node` and `h200`, both with two sockets of eight DDR5-4800 channels, update alike."""
     four, eight = preset("h100-node"), preset("h200")
     for name in ("dram_bytes_per_s", "stock_host_adam_params_per_s", "host_adam_params_per_s"):
         assert four.rate(name) == eight.rate(name)
@@ -115,9 +111,7 @@ def test_hosts_with_the_same_memory_update_alike():
 
 
 def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops_none():
-    """Check which share of a NUMA node's DRAM bandwidth the host update of a single rank uses: 45% to 90% on server
-    presets, and all of it on desktop presets and gh200. For the A100 node, 85 of 164 GB/s are published.
-    """
+    # For the A100 node, 85 of 164 GB/s are published.
     for name in preset_names():
         machine, sheet = preset(name), SHEETS[name]
         node = machine.rate("dram_bytes_per_s") / sheet.numa_nodes
@@ -127,7 +121,6 @@ def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops
 
 
 def test_one_thread_on_two_sockets_is_slower_than_on_one():
-    """Check that one thread is slower on two sockets, where it may use the other socket's memory."""
     one, two = preset("rtx4090-x4"), preset("rtx4090-x8")
     assert one.rate("stock_host_adam_params_per_s") < two.rate("stock_host_adam_params_per_s")
     threads = [m.stock_host_adam_thread_params_per_s.median for m in (one, two)]
@@ -162,9 +155,6 @@ def test_pairs_of_gpus_without_a_switch_have_the_pairs_wires():
 
 
 def test_collectives_without_nvlink_are_slower_without_peer_access_and_with_more_cards():
-    """Check the order of the rates, and that published rates lie in their intervals: 3.7 to 6 GB/s for all-gathers of
-    eight cards on two sockets, and 1.3 to 6 GB/s for reductions.
-    """
     rates = [Links.of(preset(name)) for name in ("a6000", "rtx4090-x4", "rtx4090-x8")]
     assert rates[0].gather_bytes_per_s == rates[0].reduce_bytes_per_s == 15e9
     gathers, reductions = ([getattr(one, f"{n}_bytes_per_s") for one in rates] for n in ("gather", "reduce"))
@@ -179,7 +169,6 @@ def test_collectives_without_nvlink_are_slower_without_peer_access_and_with_more
 
 
 def test_a_superchip_copies_unpinned_memory_without_a_staging_buffer():
-    """Check that 24 to 150 GB/s lie in the interval, and that copies over PCIe keep the staging buffer's rate."""
     rate = preset("gh200").pageable_h2d_bytes_per_s
     most = math.exp(1.645 * rate.log_sigma)
     assert rate.median / most <= 25e9 < 145e9 <= rate.median * most
@@ -187,9 +176,8 @@ def test_a_superchip_copies_unpinned_memory_without_a_staging_buffer():
 
 
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():
-    """Check that with two or more ranks on an HGX A100 preset, each rank has half the bandwidth of a PCIe link, because
-    two GPUs share an uplink. On presets with each GPU in a slot of its own, each rank has the whole bandwidth.
-    """
+    # With two or more ranks on an HGX A100 preset, each rank has half the bandwidth of a PCIe link, because two GPUs
+    # share an uplink.
     for name, share in (("a100-80gb", 0.5), ("a100-40gb", 0.5), ("a100-node", 1.0), ("rtx4090-x8", 1.0)):
         machine = preset(name)
         assert [rank_share(machine, "h2d", n) for n in (2, machine.gpus_per_node)] == [share, share], name
@@ -209,7 +197,6 @@ def test_cards_on_one_host_divide_its_lanes_and_its_memory(card):
 
 
 def test_products_run_at_a_share_of_the_sheet_that_is_the_devices_own(named):
-    """Check that each GPU has its own ratio of product rate to data sheet. One ratio was 24% off on the A100."""
     machine, sheet = named
     assert machine.rate("device_flops_per_s") == pytest.approx(sheet.compute.products * sheet.flops)
     assert machine.rate("attention_flops_per_s") == pytest.approx(sheet.compute.attention * sheet.flops)

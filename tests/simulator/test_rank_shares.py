@@ -36,12 +36,8 @@ def test_unmeasured_ranks_divide_memory_and_storage_and_keep_their_links():
 
 
 def test_cores_are_divided_only_where_they_compute_the_model_too():
-    """Check that the simulator divides CPU cores among the ranks only on a machine where forward and backward run on
-    these cores too.
-
-    Elsewhere, CPU cores only compute updates, and the updates are limited by DRAM bandwidth. The simulator divides this
-    bandwidth among the ranks. If it also divided the cores, the other ranks would count twice.
-    """
+    # The simulator divides this bandwidth among the ranks. If it also divided the cores, the other ranks would count
+    # twice.
     assert capacities(machine(), 4)["cores"] == 16
     assert capacities(machine(device_shares_host_cores=True), 4)["cores"] == 4
 
@@ -54,15 +50,11 @@ def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():
 
 
 def test_between_known_numbers_of_ranks_their_total_changes_evenly():
-    """Check the bandwidth of all ranks together, for numbers of ranks at which it was not measured.
-
-    For DRAM, two ranks reach 0.6 of the bandwidth together, and four ranks reach 0.8. Three ranks reach 0.7, because
-    the bandwidth is interpolated between measured numbers of ranks. Eight ranks reach 0.8, because the bandwidth stays
-    constant above the largest measured number.
-
-    For links between host and GPU, the bandwidth keeps growing above the largest measured number. Each further rank
-    adds as much bandwidth as each rank added between the two largest measured numbers.
-    """
+    # For DRAM, two ranks reach 0.6 of the bandwidth together, and four ranks reach 0.8. Three ranks reach 0.7, because
+    # the bandwidth is interpolated between measured numbers of ranks. Eight ranks reach 0.8, because the bandwidth
+    # stays constant above the largest measured number. For links between host and GPU, the bandwidth keeps growing
+    # above the largest measured number. Each further rank adds as much bandwidth as each rank added between the two
+    # largest measured numbers.
     shares = {2: {"dram": Quantity.exact(0.3)}, 4: {"dram": Quantity.exact(0.2)}}
     node = machine(rank_shares=shares)
     totals = [n * rank_share(node, "dram", n) for n in (1, 2, 3, 4, 8)]

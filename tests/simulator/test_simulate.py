@@ -115,12 +115,6 @@ def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
 
 
 def test_parameters_on_the_host_come_in_for_each_pass():
-    """Check that the simulator copies parameters from host memory to the GPU for each forward and for each backward of
-    a layer, and that it adds no further copy for an update.
-
-    The copy of a layer takes 20 s. In the next iteration, the copy of layer 0 for forward starts as soon as layer 0's
-    update has ended.
-    """
     plan = plan_of(["host"] * 2, parameter_home=Plan.runs(["host"] * 2, "home"))
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
     assert spans(found, OpKind.PARAMETER_FETCH) == [(0, 20), (20, 40), (40, 60), (60, 80)]
@@ -134,12 +128,6 @@ def test_parameters_on_the_host_come_in_for_each_pass():
 
 
 def test_what_the_device_updates_goes_to_the_host_in_two_buffers_in_turn():
-    """Check the simulated copies of new parameters to host memory, if optimizer state is on the GPU and parameters are
-    kept in host memory.
-
-    The copies use two buffers in GPU memory in turn. An update takes 10 s and a copy 20 s, so the third update waits
-    until the first copy has freed its buffer.
-    """
     plan = plan_of(["resident"] * 3, parameter_home=Plan.runs(["host"] * 3, "home"))
     found = simulate(build_schedule(workload((10, 10, 10)), plan), machine())
     norm = spans(found, OpKind.NORM)[0][0]
@@ -155,11 +143,6 @@ def test_what_the_device_updates_goes_to_the_host_in_two_buffers_in_turn():
 
 
 def test_all_on_the_host_with_overlap():
-    """Check the simulated timeline of a plan with two host subgroups of 10 parameters against times worked out by hand.
-
-    Forward takes 1 s and backward 2 s per layer. Copies of gradients and of parameters take 20 s per layer,
-    and a host update takes 10 s. The next forward of layer 0 waits only for the parameters of subgroup 0.
-    """
     found = simulate(build_schedule(workload((10, 10)), plan_of(["host"] * 2)), machine())
     assert spans(found, OpKind.FORWARD) == [(0, 1), (1, 2)]
     assert spans(found, OpKind.BACKWARD) == [(2, 4), (4, 6)]
@@ -179,9 +162,6 @@ def test_without_overlap_the_step_holds_the_whole_update():
 
 
 def test_staged_updates_take_the_slot_in_turn():
-    """Check that two simulated staged updates use one staging buffer in turn: 120 s of copying to the GPU, 10
-    s of update, 120 s of copying back, and only then the second update.
-    """
     found = simulate(build_schedule(workload((10, 10)), plan_of(["device"] * 2)), machine())
     assert spans(found, OpKind.STATE_H2D) == [(6, 126), (256, 376)]
     assert spans(found, OpKind.UPDATE_DEVICE) == [(126, 136), (376, 386)]
@@ -212,9 +192,8 @@ def test_a_second_micro_batch_fetches_the_sum_and_sends_it_to_the_host_again():
 
 
 def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
-    """Check that in the simulator the host needs 3 s to issue a layer once the layer's parameters have
-    arrived, so that the layer starts 3 s later. If the GPU is busy meanwhile, these seconds cost nothing.
-    """
+    # In the simulator the host needs 3 s to issue a layer once the layer's parameters have arrived, so that the layer
+    # starts 3 s later.
     work = workload((10, 10), module_issue_s=3.0)
     found = simulate(build_schedule(work, plan_of(["host"] * 2)), machine())
     assert spans(found, OpKind.ISSUE, 1) == [(79, 82), (99, 102)]
@@ -229,7 +208,6 @@ def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
 
 @pytest.mark.parametrize("name", ["ebbtide", "zero3_offload", "no_offload", "superoffload"])
 def test_the_time_to_start_the_updates_lengthens_a_step(name):
-    """Check that the CPU's time in ``step()`` follows backward and delays every update, with and without a plan."""
     options = {"plan": plan_of(["host"] * 2)} if name == "ebbtide" else {}
     on = machine(d2h_bytes_per_s=1e6)  # so that no update waits for its gradient
     without, found = (
@@ -245,10 +223,8 @@ def test_the_time_to_start_the_updates_lengthens_a_step(name):
 
 
 def test_backward_is_held_up_by_gradients_under_way():
-    """Check that simulated backward waits if more than 256 MiB of gradients are being copied to the host.
-    Three subgroups have 200 MiB each at 1 MiB/s: the second gradient waits for the first one's copy, and
-    the third for the second's.
-    """
+    # Three subgroups have 200 MiB each at 1 MiB/s: the second gradient waits for the first one's copy, and the third
+    # for the second's.
     n, mib = 100 * 2**20, 2**20
     on = machine(d2h_bytes_per_s=mib, h2d_bytes_per_s=mib, dram_bytes_per_s=1e12)
     found = simulate(build_schedule(workload((n, n, n)), plan_of(["host"] * 3)), on)
@@ -276,12 +252,6 @@ def test_residents_copy_nothing():
 
 
 def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
-    """Check that the simulator counts the time of an iteration outside forward, backward and step as a phase of its
-    own, `loop_s`.
-
-    CPU updates continue during this time. So the next forward waits less for them than without this time.
-    """
-
     def phases(**fields):
         work = workload((10, 10), **fields)
         schedule = build_schedule(work, plan_of(["host"] * 2))
@@ -309,22 +279,18 @@ def stock(**options):
 
 
 def rounded(timeline, kind):
-    """Return the start and end of each simulated op of a kind, in seconds, rounded to microseconds.
-
-    The rounding removes the picoseconds that simulated gradient kernels take, so that the times equal those worked out
-    by hand.
-    """
+    """Return the start and end of each simulated op of a kind, in seconds, rounded to microseconds."""
+    # The rounding removes the picoseconds that simulated gradient kernels take, so that the times equal those worked
+    # out by hand.
     return [(round(start, 6), round(end, 6)) for start, end in spans(timeline, kind)]
 
 
 def test_stocks_gradients_queue_on_one_stream_beside_backward():
-    """Check the simulated gradient copies of stock DeepSpeed. They run one after the other on a single stream, and
-    backward of the next layer does not wait for them.
-
-    Before a layer's gradients are copied, GPU kernels compute their norm and convert them to fp32. These kernels start
-    1 s late, because the GPU is still busy with matrix products of backward. The simulator assumes that this delay is a
-    third of the time that backward of the layer takes, which is 3 s here.
-    """
+    # Check the simulated gradient copies of stock DeepSpeed. They run one after the other on a single stream, and
+    # backward of the next layer does not wait for them. Before a layer's gradients are copied, GPU kernels compute
+    # their norm and convert them to fp32. These kernels start 1 s late, because the GPU is still busy with matrix
+    # products of backward. The simulator assumes that this delay is a third of the time that backward of the layer
+    # takes, which is 3 s here.
     found = stock(measured_copies=False)
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
     assert rounded(found, OpKind.GRADIENT_D2H) == [(6, 26), (46, 86), (87, 107), (127, 167)]
@@ -349,12 +315,6 @@ def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
 
 
 def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
-    """Check the simulated backward of older DeepSpeed builds, which copy gradients through unpinned memory and convert
-    them to fp32 on the host.
-
-    Backward of layer 0 starts 100 s after backward of layer 1 has ended. In between, three copies take 20 s each, and a
-    conversion takes 40 s.
-    """
     found = stock(pinned=False, async_gradients=False)
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
     assert rounded(found, OpKind.GRADIENT_D2H) == [(5, 25), (45, 65), (108, 128), (148, 168)]
@@ -372,12 +332,8 @@ def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
 )
 @pytest.mark.parametrize("threads", [1, 4, None])
 def test_zero_3_may_check_gradients_for_an_overflow_on_the_host(place, wire_dtype, checks, threads):
-    """Check that simulated stock ZeRO-3 offload looks for infinities and NaNs in all gradients on the CPU before the
-    gradient norm, if the simulated DeepSpeed version does so for the dtype of the gradients.
-
-    If the number of CPU threads is given, the time of this check is the measured time of one thread divided by that
-    number.
-    """
+    # If the number of CPU threads is given, the time of this check is the measured time of one thread divided by that
+    # number.
     work = workload((10**9, 10**9)).model_copy(update={"wire_dtype": wire_dtype, "stock_threads": threads})
     loop = StockLoop(work, StockOptions(overflow_check=place))
     loop.run(1)
@@ -406,19 +362,11 @@ def test_one_thread_takes_longer_to_widen_bf16_than_to_copy_it():
 
 
 def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
-    """Check that torch's own Adam slows down the simulated update of stock offload. Stock's update moves 44
-    bytes per parameter, 28 of them in Adam itself, and these take six times as long with torch.
-    """
     own, torchs = (stock(torch_adam=on).busy_s(Lane.HOST) for on in (False, True))
     assert torchs / own == pytest.approx((16 + 6 * 28) / 44)
 
 
 def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_norm():
-    """Check the simulated GPU memory of the gradient norm for training without offload.
-
-    One gradient at a time is copied to float64. The largest gradient has 60 elements, so 60 * 8 bytes are
-    allocated and freed again.
-    """
     from ebbtide.simulator.schedules.no_offload import DeviceLoop
 
     work = workload((60, 1)).model_copy(update={"parameters": ((60, 1),)})
@@ -429,7 +377,6 @@ def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_n
 
 
 def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
-    """Check that layer 0's gather of 10 s runs during layer 1's backward, beside reductions of 30 s."""
     layers = tuple(
         Layer(params=10, forward_s=1.0, backward_s=20.0, network_gather_bytes=10, network_reduce_bytes=30)
         for _ in range(2)
@@ -442,11 +389,6 @@ def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
 
 
 def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_for():
-    """Check that simulated backward does not wait for the last part of a gradient reduction. The length of this part is
-    given: here it is one third of the reduction.
-
-    A reduction takes 30 s, so layer 0's backward begins 20 s after layer 1's reduction has begun.
-    """
     layers = tuple(Layer(params=10, forward_s=1.0, backward_s=20.0, network_reduce_bytes=30) for _ in range(2))
     work = workload((10, 10)).model_copy(update={"layers": layers, "reduced_beside": 1 / 3})
     found = simulate(build_schedule(work, plan_of(["resident"] * 2)), machine())
@@ -526,7 +468,6 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
 
 
 def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free():
-    """Check reads of 1 s with one host buffer: each starts when the buffer is free. Backward ends at 6 s."""
     rates = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "storage_write_bytes_per_s": 12.0}
     plan = plan_of(["stored"] * 2, slots=0, host_slots=1)
     found = simulate(build_schedule(workload((1, 1)), plan), machine(**rates))

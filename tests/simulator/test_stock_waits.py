@@ -49,43 +49,24 @@ def one_layer(own, others, beside=0.0, micro=1):
 
 
 def test_a_rank_waits_while_others_copy_their_slices_of_a_layer(machine_by_hand):
-    """Check how long a simulated rank of stock ZeRO-2 offload waits while other ranks copy their gradients to the host.
-    The expected time is computed by hand.
-
-    The model has two layers. In each layer other ranks own a billion gradient elements. Their copy in fp32 takes 4 s at
-    1 GB/s.
-    """
+    # In each layer other ranks own a billion gradient elements. Their copy in fp32 takes 4 s at 1 GB/s.
     alone = seconds("zero_offload", one_layer(1000, 0), machine_by_hand)
     waiting = seconds("zero_offload", one_layer(1000, 10**9), machine_by_hand)
     assert waiting - alone == pytest.approx(2 * 4.0, rel=1e-6)
 
 
 def test_with_accumulation_others_copy_sixteen_bits_out_and_in_as_well(machine_by_hand):
-    """Check how long a simulated rank of stock offload waits for the gradient copies of other ranks, with two
-    micro-batches. The expected time is computed by hand.
-
-    In the first micro-batch, each gradient element is copied to the host (2 bytes). In the second one, this sum is
-    copied to the GPU (2 bytes), the new sum to the host (2 bytes), and the sum in fp32 to the host (4 bytes).
-    """
+    # In the first micro-batch, each gradient element is copied to the host (2 bytes). In the second one, this sum is
+    # copied to the GPU (2 bytes), the new sum to the host (2 bytes), and the sum in fp32 to the host (4 bytes).
     alone = seconds("zero_offload", one_layer(1000, 0, micro=2), machine_by_hand)
     waiting = seconds("zero_offload", one_layer(1000, 10**9, micro=2), machine_by_hand)
     assert waiting - alone == pytest.approx(2 * (2.0 + 2.0 + 2.0 + 4.0), rel=1e-6)
 
 
 def test_with_overlap_comm_others_copy_beside_backward(machine_by_hand):
-    """Check the simulated iteration time of one rank of stock DeepSpeed with `overlap_comm`, while other ranks copy
-    their gradients to the host.
-
-    There are two layers. In each layer, backward takes 1 s, and after it the other ranks' copies of this layer take 4
-    s. This rank's own copy of a layer takes only microseconds, but starts after the other ranks' copies of the layer.
-
-    If this rank has gradients in both layers, backward waits for this rank's copy after each layer: 2 * (1 s + 4 s) =
-    10 s.
-
-    If this rank has no gradients in the last layer, backward of the first layer overlaps with the other ranks' copies
-    of the last layer. The time is 1 s for backward of the last layer, and 4 s for the other ranks' copies of each
-    layer: 1 s + 2 * 4 s = 9 s.
-    """
+    # In each layer, backward takes 1 s, and after it the other ranks' copies of this layer take 4 s. This rank's own
+    # copy of a layer takes only microseconds, but starts after the other ranks' copies of the layer. If this rank has
+    # gradients in both layers, backward waits for this rank's copy after each layer: 2 * (1 s + 4 s) = 10 s.
     waiting = seconds("zero_offload", one_layer(1000, 10**9, beside=1.0), machine_by_hand)
     # The thousand elements of its own in the last layer come after those of the other ranks in this layer, and backward
     # waits for them.
@@ -120,12 +101,8 @@ def test_round_robin_and_overlap_never_wait_longer():
 
 
 def test_a_plan_does_not_wait_for_others_copies():
-    """Check that under an ebbtide plan for ZeRO-2 a simulated rank does not wait while other ranks copy their gradients
-    to the host.
-
-    Under stock DeepSpeed the rank does wait: the other ranks join the next reduction only after their copies, which use
-    the stream of the reductions. A plan's copies have a stream of their own.
-    """
+    # Under stock DeepSpeed the rank does wait: the other ranks join the next reduction only after their copies, which
+    # use the stream of the reductions. A plan's copies have a stream of their own.
     work = flat(4)
     plan = Plan(subgroup_size=work.subgroup_size, ways=Way.each(["host"] * len(work.subgroups)), overlap_forward=False)
     bare = work.model_copy(update={"layers": tuple(x.model_copy(update={"params_of_others": 0}) for x in work.layers)})
@@ -148,12 +125,8 @@ def held(ranks, machine, **fields):
 
 
 def test_parameters_on_the_host_of_several_ranks_do_not_overlap_backward():
-    """Check that the simulator lengthens stock DeepSpeed's backward by gathers and reductions if several ranks keep
-    parameters in host memory.
-
-    For a single rank it adds less than 2%. For parameters on the GPU, with stock DeepSpeed or under a plan, it adds
-    nothing.
-    """
+    # For a single rank it adds less than 2%. For parameters on the GPU, with stock DeepSpeed or under a plan, it adds
+    # nothing.
     machine, options = preset("rtx4090-x4"), {"optimizer": "cpu"}
     for ranks in (1, 4):
         work = held(ranks, machine)
@@ -169,7 +142,6 @@ def test_parameters_on_the_host_of_several_ranks_do_not_overlap_backward():
 
 
 def test_without_wires_between_them_ranks_lose_most():
-    """Check that stock DeepSpeed's blocking gathers cost ranks more time without NVLink."""
     lost = {}
     for name in ("a100-80gb", "rtx4090-x4"):
         machine = preset(name)

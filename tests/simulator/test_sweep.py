@@ -51,7 +51,6 @@ def test_a_sweep_has_the_results_of_the_schedule_of_a_plan(seed):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_separate_passes_take_the_time_that_the_fused_kernel_has_at_their_rate(seed, early):
-    """Compare DeepSpeed's passes with a fused kernel that is as slow as they are, if DRAM never limits."""
     rng = random.Random(seed)
     work = random_workload(rng).model_copy(update={"optimizer": "adam"})
     on = random_machine(rng)

@@ -109,12 +109,8 @@ def test_other_times_need_no_further_build(name):
 
 
 def test_times_where_no_template_looks_are_always_built():
-    """Check that the simulator does not use a template for a strategy if the template would give wrong schedules. It
-    then builds each schedule from scratch.
-
-    A template is a compiled schedule with times that can be replaced, such as the forward time of a layer. The strategy
-    in this test adds this forward time to the work of its CPU updates too. A template would not replace it there.
-    """
+    # The strategy in this test adds this forward time to the work of its CPU updates too. A template would not replace
+    # it there.
     built = []
 
     def build(name, of, **options):
@@ -212,9 +208,6 @@ def test_the_oldest_go_and_a_large_one_is_not_kept():
 
 
 def test_plans_that_are_shown_alike_have_schedules_of_their_own():
-    """Check that two plans with the same repr do not share a simulated schedule. A plan's repr counts its
-    subgroups and does not tell which subgroups are updated early.
-    """
     templates, early = Templates(build_strategy), PLAN.with_bits(early=True)
     assert repr(early) == repr(PLAN)
     for plan in (PLAN, early):

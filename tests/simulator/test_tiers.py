@@ -46,10 +46,8 @@ def further(monkeypatch):
 
 
 def planned(placements, locations=(), order=None, **fields):
-    """Return a plan with the given placements, without validation.
-
-    Validation would refuse the placement ``spilled``, which the fixture `further` adds to the simulator for a test.
-    """
+    """Return a plan with the given placements, without validation."""
+    # Validation would refuse the placement ``spilled``, which the fixture `further` adds to the simulator for a test.
     plan = Plan(subgroup_size=10, ways=(Way("host"),) * len(placements), **fields)
     ways = tuple(map(Way, placements, locations or ["device"] * len(placements)))
     return plan.model_copy(update={"ways": ways, "order": order or plan.order})

@@ -102,7 +102,6 @@ def test_the_recipes_reach_every_byte_of_adam():
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_less_state_moves_less(name):
-    """Check that less state moves fewer bytes: with one moment, a staged update copies 8 bytes each way."""
     plan = Plan(subgroup_size=10, placement=Plan.runs(["device", "host", "resident"]))
     made = workload((10, 10, 10), optimizer=name)
     ops = build_schedule(made, plan).ops
@@ -123,7 +122,6 @@ def test_an_unknown_optimizer_is_refused():
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("placement", ["host", "device", "resident"])
 def test_an_update_lasts_as_long_as_its_traffic(placement, name):
-    """Check that an update takes as long as its traffic: 28 bytes with Adam, 20 with Lion and Adagrad."""
     made = workload((10, 10), forward_s=0.0, backward_s=0.0, optimizer=name)
     plan = Plan(subgroup_size=10, placement=Plan.runs([placement] * 2), staging_slots=2)
     spans = simulate(build_schedule(made, plan), machine(dram_bytes_per_s=1e9)).spans

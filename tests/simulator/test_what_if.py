@@ -197,12 +197,9 @@ def test_processes_give_the_same_rows():
 
 
 def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
-    """Check the row of the strategy "ebbtide" in the table of `what_if`, for a model with large embeddings.
-
-    The row's iteration time is at most 8% longer than that of a searched plan. If the workload says that no step
-    clips, the row's time is shorter than with the usual clip rate, because updates may then start before the
-    gradient norm is known.
-    """
+    # The row's iteration time is at most 8% longer than that of a searched plan. If the workload says that no step
+    # clips, the row's time is shorter than with the usual clip rate, because updates may then start before the gradient
+    # norm is known.
     layers = [
         Layer(params=n, forward_s=0.01, backward_s=0.02, activation_bytes=2 * 10**8)
         for n in (3 * 10**8, *[10**8] * 10, 3 * 10**8)
@@ -223,9 +220,6 @@ def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
 
 
 def test_a_plan_with_a_further_option_has_clipping_steps_in_its_mean():
-    """Check that an option beside the plan, at its own default, changes no time: half of the steps clip, and repeat
-    the updates that began before the gradient norm was known.
-    """
     work, on = workload(clip_rate=0.5), machine()
     limits = Limits.of(work, on)
     made = Plan(subgroup_size=10**8, ways=Way.each(["host"] * 10)).with_bits(early=True)

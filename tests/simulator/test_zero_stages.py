@@ -48,9 +48,6 @@ def estimated(stage, model=LLAMA, on="h100-node", **fields):
 
 
 def test_a_step_waits_for_its_updates_and_then_gathers():
-    """Check that a simulated ZeRO-2 step gathers parameters after its last parameter copy. Gathers within the
-    node take 3 s and over the network 5 s, both at once, so the step ends 5 s after that copy.
-    """
     work = workload((10, 10), zero_stage=2, step_gather_s=3.0, network_step_gather_bytes=5)
     timeline = simulate(build_schedule(work, host_plan(work)), machine())
     spans = {s.kind: s for s in timeline.spans if s.iteration == 2}
@@ -144,11 +141,8 @@ def test_what_a_stage_does_not_have_is_refused(fields, said):
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_slices_are_as_deepspeed_cuts_them(stage, ranks):
-    """Check the simulated size of each rank's part of all parameters under ZeRO-1 and ZeRO-2.
-
-    As in DeepSpeed, all parameters are padded to a multiple of twice the number of ranks and divided into equal parts.
-    If ebbtide cuts a part into subgroups, the size of a subgroup is a multiple of 16 elements.
-    """
+    # As in DeepSpeed, all parameters are padded to a multiple of twice the number of ranks and divided into equal
+    # parts.
     import torch
     from deepspeed.runtime.utils import align_dense_tensors
 
@@ -171,7 +165,6 @@ def test_the_first_rank_has_the_first_layers():
 
 
 def test_memory_by_stage():
-    """Check that each rank holds all parameters below ZeRO-3, and also all gradients under ZeRO-1."""
     stages = {s: estimated(s, data_parallel=4) for s in (1, 2, 3)}
     one, two, three = (stages[s].device_base_bytes for s in (1, 2, 3))
     whole = 2 * architecture(LLAMA).elements
@@ -200,13 +193,6 @@ def test_what_crosses_between_ranks_by_stage():
 
 
 def test_how_much_of_a_reduction_backward_goes_on_beside():
-    """Check which share of the time of gradient reductions overlaps with backward in an estimated workload.
-
-    Under ZeRO-3 the share is the size of the prefetch bucket divided by the size of the reduce bucket, but at most 1.
-    With Hugging Face's values for "auto", the share is 0.9. Under ZeRO-2 the share is 1 with `overlap_comm`, and 0
-    without.
-    """
-
     def beside(stage, **keys):
         return estimated(stage, ds_config={"zero_optimization": keys}).reduced_beside
 
@@ -231,11 +217,6 @@ def test_zero_1_reduces_once_per_step_whatever_it_accumulates():
 
 
 def test_stock_updates_its_slice_in_one_piece():
-    """Check the simulated iteration time and host memory of stock ZeRO-2 offload with 40 parameters.
-
-    The following run one after the other: forward (4 s), backward (8 s), copy of the fp32 gradients to the host (160
-    s), update on the CPU (40 s), copy of the parameters to the GPU (80 s), and gather of the parameters (5 s).
-    """
     work = workload(zero_stage=2, step_gather_s=5.0)
     timeline = simulate(build_strategy("zero_offload", work), machine())
     assert timeline.iteration_s == 4 + 8 + 160 + 40 + 80 + 5
@@ -251,12 +232,9 @@ def test_stock_updates_its_slice_in_one_piece():
     ],
 )
 def test_older_and_unpinned_ways_of_the_flat_offload(options, seconds):
-    """Check the simulated iteration time of variants of DeepSpeed's ZeRO-2 offload.
-
-    One variant copies parameters to the GPU in fp32, which doubles the bytes. Another one copies parameters from
-    unpinned memory. A third one also copies gradients to unpinned memory. In this test, copies to or from unpinned
-    memory have half the bandwidth of other copies.
-    """
+    # One variant copies parameters to the GPU in fp32, which doubles the bytes. Another one copies parameters from
+    # unpinned memory. A third one also copies gradients to unpinned memory. In this test, copies to or from unpinned
+    # memory have half the bandwidth of other copies.
     work = workload(zero_stage=2, step_gather_s=5.0)
     half = {f"pageable_{way}_bytes_per_s": Quantity.exact(0.5) for way in ("h2d", "d2h")}
     timeline = simulate(build_strategy("zero_offload", work, **options), machine(**half))
@@ -269,8 +247,6 @@ def test_a_way_that_no_version_has_is_refused():
 
 
 def test_round_robin_deals_whole_parameters_out_to_the_ranks():
-    """Check `round_robin_gradients`: the first rank updates more than half of the layers with it only."""
-
     def layers(**zero):
         made = workload_from_model(LLAMA, preset("h200"), {"zero_optimization": {"stage": 2, **zero}}, data_parallel=4)
         return [layer.params for layer in made.layers], made

@@ -64,7 +64,6 @@ def test_a_step_has_its_own_data_whenever_it_is_asked_for():
 
 
 def test_a_cpu_without_16_bit_products_computes_the_same_model(monkeypatch):
-    """Check that a CPU without 16-bit products multiplies in fp32, with a similar loss and bf16 gradients."""
     losses, taken = [], []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(products.F, "linear", lambda x, *rest: taken.append(x.dtype) or linear(x, *rest))

@@ -182,7 +182,6 @@ def test_an_impossible_number_of_rounds_is_refused(capsys):
 
 @pytest.mark.slow
 def test_the_whole_demo_on_a_small_model(quick_demo):
-    """Check the output of `make demo` on a small model, with real processes and a real SIGKILL."""
     left = {path.name for path in (quick_demo / "runs" / "demo").iterdir()}
     pictures = {"timeline.png", "memory.png", "stock_vs_plan.png"}
     assert left >= {"machine.json", "workload.json", "plan.json", "trace.json"} | pictures

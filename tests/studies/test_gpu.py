@@ -27,11 +27,7 @@ REHEARSED = ["ablation"]  # `python -m studies.gpu --rehearse` runs every part
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_ops, capsys):
-    """Check the result files and plots of a rehearsal of the GPU suite, which is a run on the emulated device.
-
-    Every result file must say that the device was emulated, so that nobody takes its numbers for a GPU's. As on a GPU,
-    each section of the suite runs in its own process, and so does each trial run of a section.
-    """
+    # Every result file must say that the device was emulated, so that nobody takes its numbers for a GPU's.
     arguments = ["--rehearse", "--out", str(tmp_path), "--part", *REHEARSED]
     try:
         command.main(arguments)
@@ -54,9 +50,7 @@ def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_op
 
 
 def _goes_on_where_it_was(folder, names):
-    """Rehearse the GPU suite again in the folder of a complete rehearsal. Check that no section runs again: the result
-    file of each section must keep its modification time.
-    """
+    # Check that no section runs again: the result file of each section must keep its modification time.
     before = {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
     command.main(["--rehearse", "--out", str(folder), "--part", *REHEARSED])
     assert before == {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
@@ -100,7 +94,6 @@ def test_every_way_to_wait_for_the_device_is_counted(monkeypatch):
 
 
 def test_bits_are_compared_where_every_sum_has_one_order():
-    """Check that compared runs are strictly deterministic: if torch only warns, attention sums in any order."""
     before = torch.are_deterministic_algorithms_enabled()
     same_sums()
     try:
@@ -111,12 +104,8 @@ def test_bits_are_compared_where_every_sum_has_one_order():
 
 @pytest.mark.parametrize(("variant", "pinned"), [("ebbtide", False), ("stock", True)])
 def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, variant, pinned):
-    """Check that a GPU trial of ebbtide turns DeepSpeed's ``pin_memory`` off, and that a GPU trial of stock DeepSpeed
-    turns it on.
-
-    A plan pins memory of its own. Memory that torch pins for DeepSpeed would be wasted, because torch never releases it
-    and rounds its size up to a power of two.
-    """
+    # A plan pins memory of its own. Memory that torch pins for DeepSpeed would be wasted, because torch never releases
+    # it and rounds its size up to a power of two.
     configs = []
 
     def initialize(*, config, **_):
@@ -143,7 +132,6 @@ def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, 
 
 
 def test_forked_studies_leave_the_driver_alone(monkeypatch):
-    """Check that `warm_up` does not ask the CUDA driver for GPUs, which forked children then could not use."""
     from studies.checkpoints.run import warm_up
 
     # So that the value that `warm_up` sets is restored after the test.
@@ -292,10 +280,7 @@ def test_a_difference_counts_only_where_stock_agrees_with_itself():
 
 @pytest.fixture
 def short_contract(monkeypatch):
-    """Shorten the GPU suite's comparison of training results with stock DeepSpeed, bit for bit.
-
-    The comparison then has three training configurations, each with one pattern of placements.
-    """
+    """Shorten the GPU suite's comparison of training results with stock DeepSpeed, bit for bit."""
     monkeypatch.setattr(contract, "IN_REHEARSAL", ("clips hard", "frozen parameters", "parameters in host memory"))
     monkeypatch.setattr(contract, "PLACEMENTS", {"all three": ["host", "device", "resident"]})
     monkeypatch.setattr(contract, "settle", lambda: None)
@@ -319,11 +304,8 @@ def test_stored_state_and_auto_have_stocks_bits(only_rank):
 def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no_others(
     suite, short_contract, monkeypatch
 ):
-    """Check that the GPU suite's bit comparison with stock DeepSpeed saves the results that it has.
-
-    The file contract.json must have the results of all finished runs, although another run of stock DeepSpeed fails
-    and the comparison is then killed. In an earlier version either event lost all results.
-    """
+    # The file contract.json must have the results of all finished runs, although another run of stock DeepSpeed fails
+    # and the comparison is then killed.
     asked = []
 
     def start(**options):
@@ -347,7 +329,6 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
 
 
 def test_the_suites_plan_keeps_the_engines_subgroups(suite, monkeypatch):
-    """Check that the suite's plan has its runs' subgroup size: on an H200 the tuner chose another one."""
     asked = {}
     monkeypatch.setattr(Suite, "workload", lambda self: "workload")
     monkeypatch.setattr(Suite, "machine", lambda self: "machine")
@@ -358,11 +339,8 @@ def test_the_suites_plan_keeps_the_engines_subgroups(suite, monkeypatch):
 
 
 def test_a_comparison_of_runs_without_an_update_proves_nothing(suite, short_contract, monkeypatch):
-    """Check that a configuration counts neither as equal nor as different if stock DeepSpeed skips all its steps.
-
-    On an H200 the loss scale of the fp16 configuration was so large that all steps overflowed. Stock DeepSpeed had then
-    created no Adam moments, and ebbtide's zeros were reported as other bits.
-    """
+    # On an H200 the loss scale of the fp16 configuration was so large that all steps overflowed. Stock DeepSpeed had
+    # then created no Adam moments, and ebbtide's zeros were reported as other bits.
     monkeypatch.setattr(contract, "start", lambda **options: options)
     monkeypatch.setattr(contract, "train", lambda engine: ({}, [], [math.inf] * 6))
     found = contract.contract(suite)

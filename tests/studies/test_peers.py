@@ -100,7 +100,7 @@ def test_no_bit_is_judged_where_stock_differs_from_itself(suite, monkeypatch):
 
 
 def test_torchaos_engine_trains_a_model_as_plain_torch_does():
-    """Check the adapter for torchao's optimizer with torch's own AdamW, since torchao's needs a GPU."""
+    # Check the adapter for torchao's optimizer with torch's own AdamW, since torchao's needs a GPU.
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     weight = model.weight.detach().clone()
@@ -129,13 +129,8 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.slow
 def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
-    """Check the part of `studies.peers` that compares stock DeepSpeed with ebbtide, and with variants of ebbtide that
-    have a feature turned off.
-
-    All of them really train, on the emulated device. For each number of micro-batches per step, ebbtide and its
-    variants must give the same bits as stock DeepSpeed. To save time, all of them train in this process.
-    `tests/studies/test_gpu.py` tests training in separate processes.
-    """
+    # All of them really train, on the emulated device. For each number of micro-batches per step, ebbtide and its
+    # variants must give the same bits as stock DeepSpeed.
     path = tmp_path / "peers.json"
     in_this_process(monkeypatch)
     arguments = ["--json", str(path), "--device", "emulated", "--only", "features"]

@@ -69,14 +69,9 @@ def test_memory_errs_upward_or_within_the_margin(pairs):
 
 
 def test_subgroups_are_those_of_fused_matrices(runs):
-    """Check that ebbtide cuts a model with 13e9 parameters into the same subgroups as DeepSpeed did in published runs.
-
-    The runs used Deep Optimizer States with a stride of n = 2, 8 or 10: of the subgroups, numbered from 1, the GPU
-    updates number n, 2n, 3n and so on. The gradients of these subgroups stay in GPU memory. So compared with a run that
-    updates nothing on the GPU, the published GPU memory after backward is larger by these gradients. This difference
-    must be 2 bytes for each element of ebbtide's subgroups with these numbers. ebbtide cuts the model into 21
-    subgroups.
-    """
+    # The gradients of these subgroups stay in GPU memory. So compared with a run that updates nothing on the GPU, the
+    # published GPU memory after backward is larger by these gradients. This difference must be 2 bytes for each element
+    # of ebbtide's subgroups with these numbers. ebbtide cuts the model into 21 subgroups.
     stock = _only(runs, params_b=13, micro_batch=1, dp=4, prefetch=False, async_grads=True)
     waiting = {stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride)) for stride in (2, 8, 10)}
     assert waiting[8] == waiting[10]
@@ -204,11 +199,6 @@ def test_what_no_model_can_be_is_an_error_with_its_line(tmp_path, capsys, change
 
 
 def test_each_stride_is_simulated(runs):
-    """Check that the study of published runs of Deep Optimizer States simulates the stride n of a run, which means that
-    every n-th subgroup is updated on the GPU.
-
-    At stride 1 all subgroups are updated on the GPU. The larger the stride, the fewer gradients stay in GPU memory.
-    """
     run, machine = (next(r for r in runs if r.testbed == "a100" and r.stride == 2), machine_of("a100"))
     gradients = [predict(replace(run, stride=k), machine)["memory_gb"] for k in (1, 2, 3, 10)]
     assert gradients == sorted(gradients, reverse=True)
@@ -321,13 +311,9 @@ def test_a_run_that_cannot_fit_is_predicted_and_said_not_to(tmp_path, capsys):
 
 
 def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
-    """Check the predicted 90% intervals for the published step times of Deep Optimizer States. Nothing was fitted to
-    these runs.
-
-    Between 80% and 97% of all step times must lie in their intervals, and also between 80% and 97% of those on the A100
-    node. This is not required of the H100 node alone, because nearly all of its step times may lie in their intervals.
-    The intervals must be narrow on both nodes.
-    """
+    # Nothing was fitted to these runs. Between 80% and 97% of all step times must lie in their intervals, and also
+    # between 80% and 97% of those on the A100 node. This is not required of the H100 node alone, because nearly all of
+    # its step times may lie in their intervals. The intervals must be narrow on both nodes.
     machines = {name: machine_of(name) for name in ("a100", "h100x4")}
     found = judging.intervals(machines, runs, [])
     assert sum(one["n"] for one in found.values()) == len(runs)
@@ -338,19 +324,16 @@ def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
 
 
 def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
-    """Check the constant `CAMPAIGN_SPREAD`, which widens ebbtide's prediction intervals. It is the assumed standard
-    deviation of speed (in log units) between nodes that have the same GPUs but come from different makers.
-
-    The constant must equal the standard deviation that is computed from MLPerf training times. It is not fitted to the
-    published runs that test the intervals.
-    """
+    # Check the constant `CAMPAIGN_SPREAD`, which widens ebbtide's prediction intervals. It is the assumed standard
+    # deviation of speed (in log units) between nodes that have the same GPUs but come from different makers. The
+    # constant must equal the standard deviation that is computed from MLPerf training times. It is not fitted to the
+    # published runs that test the intervals.
     sigma, freedom = between_makers()
     assert round(sigma, 2) == CAMPAIGN_SPREAD
     assert freedom >= 40
 
 
 def test_the_spread_between_two_nodes_by_hand(tmp_path):
-    """Check the spread of two nodes whose times are 10% apart. A third node with another batch does not count."""
     names = "gpus,benchmark,global_batch,maker,system,runs,s_per_epoch"
     rows = ["8 SXM4,bert,448,A,a,5,1.0", "8 SXM4,bert,448,B,b,5,1.1", "8 SXM4,bert,512,C,c,5,9.0"]
     path = tmp_path / "nodes.csv"
@@ -367,11 +350,7 @@ def test_what_differs_between_campaigns_counts_for_a_preset_only():
 
 
 def test_stock_offload_on_a_host_without_a_published_run_is_less_certain():
-    """Check that a predicted iteration time of stock offload gets a wider interval for presets of hosts without a
-    published run, such as `a100-80gb`, than for presets of hosts with published runs.
-
-    An ebbtide plan, or a machine that `tune profile` measured, gets no wider interval.
-    """
+    # An ebbtide plan, or a machine that `tune profile` measured, gets no wider interval.
     known, unknown = machine_of("a100"), preset("a100-80gb")
     assert model_spread(known, "zero3_offload") == model_spread(known, "ebbtide") == model_spread(unknown, "ebbtide")
     wide = model_spread(unknown, "zero3_offload")

@@ -61,9 +61,6 @@ def test_a_plan_that_the_tuner_has_made_is_trained(tmp_path):
 
 
 def test_the_floor_is_what_was_measured_of_both_at_once():
-    """Check the computed lower bound of the time in which a drive reads and writes 4 GB at its measured rates.
-    Reading alone takes 4 s, writing 1 s, and both at once 5 s, so overlapping them saves nothing.
-    """
     alone = {"read_bytes_per_s": Quantity.exact(1e9), "write_bytes_per_s": Quantity.exact(4e9)}
     disk = StorageRates(**alone, duplex_factor=Quantity.exact(duplex_factor(5.0, [1.0], [4.0])))
     assert floor_parts_s(disk, 4e9) == {"read_s": 4.0, "write_s": 1.0, "both_s": 5.0}
@@ -81,14 +78,8 @@ def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bi
 
 
 def test_each_run_is_judged_by_the_disk_that_it_had():
-    """Check that the study of optimizer state on a drive divides the update time and the iteration time of each run by
-    a lower bound for the same run. The study reports the median of these quotients.
-
-    A drive may become slower, so a run's lower bound is computed from the drive's bandwidths right before and after
-    this run. In the main case, the drive becomes three times slower over three runs, and the updates of each run take
-    1.1 times their lower bound. The reported quotient for updates must be 1.1.
-    """
-
+    # In the main case, the drive becomes three times slower over three runs, and the updates of each run take 1.1 times
+    # their lower bound. The reported quotient for updates must be 1.1.
     def disk(rate):
         rates = {"read_bytes_per_s": Quantity.exact(rate), "write_bytes_per_s": Quantity.exact(rate)}
         return StorageRates(**rates, duplex_factor=Quantity.exact(1.0))

@@ -55,9 +55,7 @@ def test_rows_that_no_constant_was_found_on_are_predicted(judged, family):
 
 
 def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged):
-    """Check that the study of published training runs simulates each run with offload by the behaviour of its own
-    DeepSpeed version. By the behaviour of the newest version, the median error would be more than 1.5 times as large.
-    """
+    # By the behaviour of the newest version, the median error would be more than 1.5 times as large.
     figures = families.by_family(judged)["offloaded"]["held_out"]
     assert figures["median_abs_pct_error"] <= 10
     assert figures["p90_abs_pct_error"] <= 25
@@ -86,12 +84,6 @@ def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
 
 
 def test_a_spread_by_hand(judged):
-    """Check the standard deviation of prediction errors that is computed from two sources of published runs. The
-    predictions for one source are exact. The runs of the other source take half of the predicted time.
-
-    The standard deviation follows from the root mean square error and from Student's quantile, 2.92 for two degrees of
-    freedom.
-    """
     own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "offloaded"}
     one, other = (dataclasses.replace(run, fields={**run.fields, "held_out": "0"}) for run in [*own.values()][:2])
     pair = [(run, Prediction(f * run.measured_s, 1, 1, 1, 1)) for run, f in ((one, 1.0), (other, 2.0), (other, 2.0))]
@@ -109,13 +101,8 @@ def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
 
 
 def test_device_memory_of_rows_held_out_is_predicted_from_published_cells_alone(runs):
-    """Check that peak GPU memory of held-out published runs is predicted from their published settings alone, with a
-    median error of at most 8%. Held-out means that no constant was fitted to these runs.
-
-    Some published runs report the memory in use on the whole GPU. For such a run, and for no other, the prediction also
-    includes memory that torch's allocator reserves without using it. The size of this reserve was fitted to runs that
-    are not held out.
-    """
+    # Some published runs report the memory in use on the whole GPU. For such a run, and for no other, the prediction
+    # also includes memory that torch's allocator reserves without using it.
     seen = [(run, predict_training(run)) for run in runs if run.measured_gib]
     found = families.memory(seen)["held_out"]
     assert found["as_published"]["median_abs_pct_error"] <= 8 < found["without_slack"]["median_abs_pct_error"]
@@ -126,11 +113,6 @@ def test_device_memory_of_rows_held_out_is_predicted_from_published_cells_alone(
 
 
 def test_every_family_has_its_row_and_intervals_that_hold(runs):
-    """Check that nine in ten of the runs lie in their intervals, and that no family is left out of the figures.
-
-    Where the rates are the least known, offload and several consumer cards, the intervals may be up to three times as
-    long as they begin, and not more. There are no runs on superchips that can be predicted without guessing.
-    """
     wanted = [run for run in runs if run.family not in ("a100", "h100")]
     found = families.by_family([(run, predict_training(run)) for run in wanted])
     assert set(found) == set(FAMILIES)

@@ -57,12 +57,6 @@ def test_update_phase(tmp_path, only_rank, run):
 
 @pytest.mark.slow
 def test_interleaving(tmp_path, run, monkeypatch):
-    """Check the study of interleaved updates on CPU and GPU (`studies.interleaving`).
-
-    To save time, a short plan search replaces the study's full plan search. `tests/tuner/test_search.py` tests the full
-    search.
-    """
-
     def even(work, machine, *, device_memory_bytes):
         return even_plan(work, machine, Limits.of(work, machine, device_memory_bytes))
 

@@ -137,10 +137,7 @@ def simulated(number, fields):
 
 
 def recorded():
-    """Return the rows of golden.json, one for each numbered test case.
-
-    A row is the plan that the search found when the file was last written, with its simulated time and memory.
-    """
+    """Return the rows of golden.json, one for each numbered test case."""
     return [Row(**fields) for fields in json.loads(PATH.read_text())["rows"]]
 
 

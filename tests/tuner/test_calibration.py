@@ -70,7 +70,6 @@ def test_rates_that_made_the_times_are_found_again():
 @pytest.mark.parametrize("name", ["rtx4090", "a100-node", "h200"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_phase_that_is_far_off_is_corrected(name, count):
-    """Check that a step of 1.6 times its prediction is corrected. The RTX 4090's updates can only be slower."""
     machine = preset(name)
     result = calibrate(machine, [observed(machine, 1, factors={"step": 1.6}, ranks=1) for _ in range(count)])
     assert "host updates" in {change.knob for change in result.changes}
@@ -86,12 +85,8 @@ def test_what_the_runs_do_not_show_stays():
 
 
 def test_the_whole_of_a_run_does_not_count_beside_its_phases():
-    """Check that calibration uses the measured time of a whole iteration only for `loop_s`, the time between the phases
-    of an iteration (forward, backward and step).
-
-    The bandwidths and compute speeds of the machine are fitted to the times of the phases. A longer iteration with the
-    same phases must not change them.
-    """
+    # The bandwidths and compute speeds of the machine are fitted to the times of the phases. A longer iteration with
+    # the same phases must not change them.
     machine = preset("h100-node")
     seen = observed(machine, 1)
     longer = Observation(seen.name, seen.build, {**seen.measured_s, "iteration": 9.0})
@@ -130,12 +125,8 @@ def test_runs_that_contradict_each_other_are_named():
     ],
 )
 def test_a_machine_far_from_its_sheet_is_followed(name, factors):
-    """Check that calibration accepts three consistent runs with phases that take two or three times as long as
-    predicted.
-
-    The machine's bandwidths and compute speeds are changed until the predicted step time is close to the measured one.
-    The test leaves open which of them are changed, because several changes could explain the times.
-    """
+    # The machine's bandwidths and compute speeds are changed until the predicted step time is close to the measured
+    # one. The test leaves open which of them are changed, because several changes could explain the times.
     machine = preset(name)
     runs = [observed(machine, n, factors=factors) for n in (1, 2, 4)]
     result = calibrate(machine, runs)
@@ -163,9 +154,8 @@ def test_wider_corrections_are_tried_for_machines_far_from_their_sheet_only(monk
 
 
 def test_what_no_rate_explains_is_said_and_widens_the_interval():
-    """Check a calibration with measured steps that take 0.3 times their predicted time. No speeds within the physical
-    limits of the machine explain such a short time. The calibration must report this and widen the prediction interval.
-    """
+    # No speeds within the physical limits of the machine explain such a short time. The calibration must report this
+    # and widen the prediction interval.
     machine = preset("a100-node")
     runs = [observed(machine, n, factors={"step": 0.3}) for n in (1, 2, 4)]
     result = calibrate(machine, runs)
@@ -180,11 +170,8 @@ def test_what_no_rate_explains_is_said_and_widens_the_interval():
 
 @pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 10.0), (1.0, 1.0, 2.0), (1.0, 1.0, 0.4)])
 def test_the_same_run_with_two_times_is_a_contradiction(factors):
-    """Check that calibration reports a contradiction if runs have the same settings but different measured times.
-
-    No machine can have both times. So the contradiction must be reported whichever of these times the calibrated
-    machine predicts.
-    """
+    # No machine can have both times. So the contradiction must be reported whichever of these times the calibrated
+    # machine predicts.
     machine = preset("a100-node")
     runs = [observed(machine, 1, factors={"step": factor}) for factor in factors]
     result = calibrate(machine, runs)
@@ -223,7 +210,6 @@ def test_a_rate_that_is_above_its_limit_already_stays():
 
 
 def test_what_runs_tell_in_part_moves_a_rate_in_part():
-    """Check that calibration on one run, 15% longer than predicted, corrects only a part of the 15%."""
     machine = preset("a100-node")
     seen = observed(machine, 1, factors={"step": 1.15})
     corrected = calibrate(machine, [seen]).machine
@@ -317,7 +303,6 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
 
 @pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])
 def test_a_plan_has_the_interval_that_was_judged(name, ranks):
-    """Check that a plan's interval is the judged one with estimated layer times, and narrower with measured ones."""
     machine = preset(name)
     # With DeepSpeed's own bucket, all gradients of this small model would leave the GPU at the end of backward.
     zero = {"stage": 3, "sub_group_size": 3e7, "reduce_bucket_size": 3e7}

@@ -64,7 +64,6 @@ def test_every_cause_of_a_preset_names_its_source(name):
 
 
 def test_a_gain_is_less_uncertain_than_the_two_times():
-    """Check that common causes cancel in the ratio of two times, as the lead of `causes` says."""
     machine = preset("a100-node")
     work = job(machine)
     stock, plan = ("zero3_offload", {}), ("ebbtide", {"plan": host_plan(work)})
@@ -90,7 +89,6 @@ def test_a_gain_is_less_uncertain_than_the_two_times():
 
 
 def test_experts_are_a_cause_that_moves_stock_and_plan(tmp_path):
-    """Check that a mixture's layers have a factor of 2.5 either way, and a dense model's have not, from a file too."""
     machine = preset("h100")
     mixture = workload_from_model({**GPT, "experts": 8, "experts_per_token": 2}, machine, data_parallel=4)
     mixture.save(tmp_path / "w.json")

@@ -67,7 +67,6 @@ def test_why_tells_what_more_memory_saves_if_memory_is_short(device_gib, saves):
     [(), ("--memory-margin", "1%"), ("--memory-margin", "30%"), ("--gpu-memory", "8GiB", "--host-memory", "9GiB")],
 )
 def test_simulate_judges_a_plan_by_the_limits_that_it_was_made_with(files, limits):
-    """Check that `tune simulate` and `tune plan` agree on which memory a plan may use, and that flags have priority."""
     out = files / "plan.json"
     assert run("plan", *inputs(files), "--quick", "-o", out, *limits).exit_code == 0
     made = Plan.load(out).prediction

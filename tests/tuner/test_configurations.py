@@ -81,7 +81,6 @@ def test_every_configuration_has_the_global_batch():
     ],
 )
 def test_a_space_that_cannot_be_is_refused(base, free, batch, says):
-    """Check the message, which is also shown on the page of the service, so it names flags in parentheses only."""
     with pytest.raises(ValueError, match=says) as caught:
         Space.of(base, free, batch, fixed=("accumulation",) if "accumulation" not in free else ())
     assert "--" not in re.sub(r" \(--[^)]*\)", "", str(caught.value))
@@ -164,7 +163,6 @@ def test_the_search_finds_what_simulating_everything_finds():
 
 
 def test_with_a_fixed_global_batch_accumulation_follows_from_the_others():
-    """Check the page's own question: not offloading fits, so the search must not say that it does not (F2)."""
     space = Space.of(Configuration(gpus=2), ("micro_batch", "offload", "gpus"), 32)
     assert {c.accumulation for c in space} == {1, 2, 4, 8, 16, 32}
     found = explore(question(), space)
@@ -397,11 +395,9 @@ def test_a_fixed_config_is_simulated_as_it_is(tmp_path, config):
 
 @pytest.mark.parametrize("config", [offloads(CPU, offload_param=CPU), offloads({**CPU, "ratio": 0.5})])
 def test_a_config_that_trains_under_a_plan_is_searched_under_one(tmp_path, config):
-    """Check that `tune search` simulates a DeepSpeed config with offloaded parameters or a Twin-Flow ratio under an
-    ebbtide plan, and not as stock DeepSpeed trains it.
-
-    So `tune search` must predict a shorter iteration than `tune simulate`, which simulates stock DeepSpeed.
-    """
+    # `tune search` simulates a DeepSpeed config with offloaded parameters or a Twin-Flow ratio under an ebbtide plan,
+    # and not as stock DeepSpeed trains it. So `tune search` must predict a shorter iteration than `tune simulate`,
+    # which simulates stock DeepSpeed.
     row, stock = searched_and_simulated(tmp_path, config)
     assert row["iteration_s"] < stock["iteration_s"]
 

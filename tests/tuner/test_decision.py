@@ -43,7 +43,6 @@ def test_what_cannot_fit_is_refused_before_anything_is_simulated(monkeypatch):
 
 
 def test_smaller_subgroups_fit_where_large_ones_do_not():
-    """Check that the search uses smaller subgroups if no plan with the job's own ones fits into memory."""
     work, have = job("Llama 3 8B", "rtx4090", accumulation=16)
     with pytest.raises(ImpossibleError):
         decide(Question.of(work, have, subgroup_sizes=(), effort=LITTLE))
@@ -74,7 +73,6 @@ def test_a_plan_of_larger_subgroups_is_one_of_smaller_ones():
 
 
 def test_a_faster_link_does_not_choose_subgroups_that_are_fast_only_while_parameters_stay():
-    """Check a job whose best subgroup size depends on whether parameters may move to host memory."""
     work, have = job("Llama 3 8B", "rtx4090")
     faster = have.with_rates(**{rate: 1.5 * have.rate(rate) for rate in ("h2d_bytes_per_s", "d2h_bytes_per_s")})
     slow_s, fast_s = (decide(Question.of(work, machine, effort=LITTLE)).iteration_s for machine in (have, faster))
@@ -82,7 +80,6 @@ def test_a_faster_link_does_not_choose_subgroups_that_are_fast_only_while_parame
 
 
 def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
-    """Check that a full search returns the quick search's plan if it finds only a slower one itself."""
     work, have = job("Llama 3.2 1B", "rtx4090")
     quick = decide(Question.of(work, have, effort=decision.QUICK))
     searched, calls = decision._searches, []
@@ -102,11 +99,8 @@ def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
     ("machine", "about"), [("h100-node", {"accumulation": 8}), ("gh200", {})], ids=["many-ops", "many-plans"]
 )
 def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monkeypatch, machine, about):
-    """Check by counting that a full plan search needs little work and does no work twice.
-
-    An answer may take 5 s of CPU time. The limit below is in seconds too: 60 ns for an op, 200 microseconds for a plan
-    and 20 ms for a recorded iteration were measured on a slow core. The search's other work is not counted.
-    """
+    # An answer may take 6 s of CPU time. The limit below is in seconds too: 60 ns for an op, 200 microseconds for a
+    # plan and 20 ms for a recorded iteration were measured on a slow core. The search's other work is not counted.
     evaluate, build, record, planned = PlanSweep.evaluate, many_plans.build, many_plans.record, Shares.plan
     simulated, described, ops, recorded = [], [], [], []
 
@@ -132,14 +126,13 @@ def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monke
     monkeypatch.setattr(Shares, "plan", counted_description)
     decide(Question.of(*job("Llama 2 13B", machine, **about)))
     assert len(simulated) > 1000, "nothing was counted"
-    assert 60e-9 * sum(ops) + 200e-6 * len(ops) + 20e-3 * len(recorded) < 3.5
+    assert 60e-9 * sum(ops) + 200e-6 * len(ops) + 20e-3 * len(recorded) < 5
     assert len(simulated) - len({*simulated}) < 0.02 * len(simulated)
     assert len(described) == len({*described}) > 100
 
 
 @pytest.mark.parametrize(("model", "enabled"), [("Llama 3.2 1B", True), ("Llama 2 13B", False)])
 def test_a_search_makes_no_garbage_that_must_be_looked_for(model, enabled):
-    """Check that a search pauses garbage collection, restores the setting, and makes no reference cycles."""
     question, during = Question.of(*job(model, "rtx4090", accumulation=16), effort=LITTLE), []
     gc.collect()
     if not enabled:

@@ -78,11 +78,6 @@ def _peaks(row):
 
 
 def test_an_estimate_is_the_quick_answer_of_every_other_door():
-    """Check that `ebbtide.estimate` returns the iteration time and host memory of the plan that a short search by
-    `even_plan` finds.
-
-    ebbtide's HTTP service answers with the same plan, so users get the same prediction from both.
-    """
     model, machine, sequence, _ = ASKED
     have = preset(machine).with_rates(device_memory_bytes=16 * 2**30)
     config = {
@@ -99,11 +94,6 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
 
 
 def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
-    """Check that `what_if`, in Python and over HTTP, predicts the same iteration time as a quick plan search
-    (`even_plan`).
-
-    The GPU has less memory than its preset, and the fraction of steps that clip gradients is varied.
-    """
     model, machine, sequence, _ = ASKED
     have = preset(machine)
     scenario = {"machine": have, "model": MODELS[model], "sequence": sequence}

@@ -511,7 +511,6 @@ def with_key(key, value):
 
 @pytest.mark.parametrize("key", sorted(DS))
 def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
-    """Check that each key of a config changes the estimated workload or is reported as not simulated."""
     given, on = with_key(key, DS[key]), base_machine()
     stage = given.get("zero_optimization", {}).get("stage", 3)
     zero = {"stage": stage, **DS_BESIDE.get(key, {})}

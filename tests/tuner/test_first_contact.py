@@ -280,7 +280,6 @@ def foreign(tmp_path):
 
 
 def test_names_of_any_language_in_any_locale(foreign):
-    """Check that the `tune` commands read and write UTF-8, also in a locale of ASCII only."""
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))} | locale
 

@@ -93,12 +93,6 @@ def test_more_is_never_slower(law):
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
-    """Check that the plan search never finds a slower plan if it may use one more technique.
-
-    The techniques are early updates (before the gradient norm), gradient sums on the GPU, and updates for which state
-    is copied to the GPU. For each technique, the plan of a search with all three is compared with the plan of a search
-    without this one.
-    """
     work, machine = job(seed)
     work = work.model_copy(update={"clip_rate": 0.0, "gradient_accumulation_steps": 2})
     all_s = answer_s(work, machine)
@@ -114,7 +108,6 @@ def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
 
 
 def test_parameters_that_may_move_begin_where_those_that_may_not_have_ended():
-    """Check that a search that may move parameters also considers the best plan of one that may not."""
     work, machine = job(2)
     bound, free = (decide(Question.of(work, machine, offload_parameters=free, effort=0.3)) for free in (False, True))
     assert free.search.ordered(bound.chosen) in free.search.scores

@@ -62,7 +62,6 @@ def test_with_room_for_them_parameters_stay_unless_they_may_leave():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
-    """Check random plans against two bounds: of their own parameter locations, and of any locations."""
     rng = np.random.default_rng(seed)
     for _ in range(2):
         work, have = random_pair(rng, counts=(6, 24))

@@ -71,11 +71,6 @@ def test_no_shares(bad):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_host_memory_is_that_of_the_machine_and_its_ranks_share_it(ranks):
-    """Check that a limit of host memory may be as large as the machine's memory, and no larger.
-
-    Memory is sold in round numbers, so a limit may exceed the machine's by the fraction `SOLD_AS`. All of the memory
-    may then be used.
-    """
     have, work = machine(host_memory_bytes=2 * SIZE), workload(ranks_per_node=ranks)
     whole = Limits.of(work, have).host_bytes
     for asked in (2 * SIZE, int(2 * SIZE * (1 + SOLD_AS / 2))):

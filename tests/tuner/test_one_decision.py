@@ -47,13 +47,6 @@ def outside(monkeypatch):
 
 @pytest.mark.parametrize(("model", "name", "about"), JOBS[1:])
 def test_a_search_of_configurations_and_a_live_plan_give_the_decisions_answer(model, name, about, outside):
-    """Compare the iteration times of plans that `tune search`, a re-plan during training, and a quick plan search find
-    for the same training job. All search through `decision._searches`: `tune search` first by quick decisions, and for
-    the fastest configuration by a full one.
-
-    The iteration time of the fastest configuration of `tune search` may differ by up to 0.5% from that of the quick
-    search's plan. The re-plan's iteration time may be up to 5% longer than that of the quick search's plan.
-    """
     machine = preset(name)
     work = estimated(_job(model, about), machine)
     quick = decide(Question.of(work, machine, effort=QUICK))

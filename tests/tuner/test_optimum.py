@@ -63,11 +63,7 @@ def test_branch_and_bound_against_brute_force_and_the_search(number):
 
 
 def test_fewer_sums_on_the_device_than_fit_may_be_better():
-    """Check that branch and bound finds the fastest plan if this plan keeps no gradient sum on the GPU, although the
-    GPU has memory for a sum.
-
-    With a gradient sum on the GPU, an iteration would take 0.25% longer, because ops overlap differently.
-    """
+    # With a gradient sum on the GPU, an iteration would take 0.25% longer, because ops overlap differently.
     rng = random.Random(411)
     workload, machine = random_workload(rng), random_machine(rng)
     workload = workload.model_copy(update={"gradient_accumulation_steps": 4})

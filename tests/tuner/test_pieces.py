@@ -19,9 +19,7 @@ WHOLE = 10**9
 
 
 def job(count=5, size=5 * 10**7):
-    """Return a workload for the plan search with all parameters in one DeepSpeed subgroup. Each layer has four
-    parameters of equal size.
-    """
+    """Return a workload for the plan search with all parameters in one DeepSpeed subgroup."""
     work = workload(count, size=size, forward_s=0.012)
     parameters = ((size // 4,) * (4 * count),)
     return work.model_copy(update={"parameters": parameters, "subgroup_size": size}).recut(WHOLE)

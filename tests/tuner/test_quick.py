@@ -64,11 +64,6 @@ WORTH_MOVING = ("Mistral 7B", "h100-node", {"device_memory_bytes": 30 * 2**30})
 
 @pytest.mark.parametrize("job", [WORTH_MOVING, ("Llama 2 13B", "a100-node", {"gpus": 4})], ids=str)
 def test_parameters_move_only_if_that_is_clearly_faster(job, monkeypatch):
-    """Check that the plan search during training moves 16-bit parameters to host memory only if this is clearly faster:
-    by more than 1% compared with the best plan that has all of them on the GPU.
-
-    The same holds if the current plan already has the parameters in host memory.
-    """
     model, name, about = job
     machine = preset(name).with_rates(**{k: v for k, v in about.items() if k == "device_memory_bytes"})
     workload = estimated(_job(model, about), machine).in_pieces(10**8)
@@ -89,12 +84,6 @@ def test_parameters_move_only_if_that_is_clearly_faster(job, monkeypatch):
 
 @pytest.mark.parametrize("seed", [2, 3, 4, 6])
 def test_parameters_never_move_for_nothing(seed):
-    """Check that the plan search during training keeps all 16-bit parameters on the GPU if moving them to host memory
-    would save hardly any time.
-
-    Simulated annealing may try plans with moved parameters as soon as moves are allowed. In the cases of this test,
-    every step clips gradients, and the link between GPU and host memory is nearly full.
-    """
     workload, machine = random_pair(np.random.default_rng(seed), counts=(16, 16))
     base = workload.params * workload.wire_bytes
     workload = workload.model_copy(update={"device_base_bytes": base, "clip_rate": 1.0})
@@ -106,10 +95,8 @@ def test_parameters_never_move_for_nothing(seed):
 
 
 def test_sums_of_micro_batches_stay_where_device_memory_is_given():
-    """Check where the plan search during training (`quick_plan`) puts gradient sums. If it is given more GPU memory
-    than the running plan uses, it puts some of them on the GPU. Otherwise it leaves them where the running plan has
-    them.
-    """
+    # If it is given more GPU memory than the running plan uses, it puts some of them on the GPU. Otherwise it leaves
+    # them where the running plan has them.
     workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
     slow = machine.with_rates(h2d_bytes_per_s=4e9, d2h_bytes_per_s=4e9)
     workload = workload.model_copy(update={"gradient_accumulation_steps": 4})
@@ -121,7 +108,6 @@ def test_sums_of_micro_batches_stay_where_device_memory_is_given():
 
 
 def test_ranks_can_vote_on_what_it_says_of_plans_with_early_updates():
-    """Check that two iteration times compare to a Python bool, which ranks can vote on in a torch tensor."""
     workload, machine = random_pair(np.random.default_rng(1), counts=(8, 8))
     current = on_the_host(workload, speculate=3)
     found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)

@@ -51,7 +51,6 @@ def seen_in(tmp_path, text, described=TWO, name="train.log"):
 
 
 def test_the_lines_of_older_deepspeed_are_read():
-    """Check that calibration reads logs of DeepSpeed before 0.9: other names of phases, and the rank twice."""
     line = (
         "[2023-06-21 07:39:09,439] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | "
         "forward_microstep: 27.48 | backward_microstep: 73.59 | step_microstep: 72.59\n"
@@ -65,7 +64,6 @@ def test_the_lines_of_older_deepspeed_are_read():
 
 
 def test_the_loop_is_what_the_times_of_day_show(tmp_path):
-    """Check that the iteration time comes from the times of day: samples per second leave out the loop."""
     (seen,) = seen_in(tmp_path, REAL)
     phases = {k: v for k, v in seen.measured_s.items() if k != "iteration"}
     assert phases == pytest.approx({"forward": 0.04249, "backward": 0.08197, "step": 0.008825}, rel=1e-3)
@@ -166,14 +164,10 @@ def test_times_of_day_that_cannot_be_are_told_and_left_out(tmp_path):
     ],
 )
 def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits):
-    """Check that calibration gives a note if the given batch size contradicts the samples per second in a run's log.
-
-    The batch size divided by the samples per second is the time of an iteration. This time must not be shorter than
-    forward, backward and step together. In this log, a batch of one sample gives too short a time.
-
-    This time must also not be longer than an iteration takes according to the log's clock times. If the log has no
-    clock times, the limit is twice the time of forward, backward and step together.
-    """
+    # The batch size divided by the samples per second is the time of an iteration. This time must not be shorter than
+    # forward, backward and step together. In this log, a batch of one sample gives too short a time. This time must
+    # also not be longer than an iteration takes according to the log's clock times. If the log has no clock times, the
+    # limit is twice the time of forward, backward and step together.
     described = Described(model="m", shape={"micro_batch": samples})
     (seen,) = seen_in(tmp_path, REAL if timed else without_times(REAL), described)
     notes = [note for note in seen.notes if "check --micro-batch" in note]
@@ -279,7 +273,6 @@ def test_another_unit_is_refused_by_what_the_machine_predicts(tmp_path):
 
 
 def test_what_is_left_is_told_as_a_ratio(tmp_path):
-    """Check that the ratio of measured to predicted time and the contradicting runs are told if no rates fit."""
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items() if phase != "iteration"}
     rows = [[f * v for v in ms.values()] for f in (0.25, 4.0)]
     header = ",".join(f"{phase}_ms" for phase in ms)
@@ -303,7 +296,6 @@ def test_the_loop_is_among_the_changes_and_a_long_one_is_told(tmp_path):
 
 
 def test_the_phases_of_a_calibrated_machine_are_those_of_the_log(tmp_path):
-    """Check that a calibrated machine predicts the log's forward time, and the loop time separately."""
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items()}
     ms["iteration"] += 500
     text = ",".join(f"{p}_ms" for p in ms) + "\n" + ",".join(map(str, ms.values())) + "\n"

@@ -165,10 +165,10 @@ def test_a_robust_plan_has_the_least_upper_end_of_the_interval_that_it_tells(see
     assert robust.iteration_high_s <= plain.iteration_high_s * (1 + 1e-9)
 
 
-def test_a_robust_plan_is_another_one_where_that_lowers_the_upper_end():
+def test_a_robust_plan_is_another_one_where_that_lowers_the_upper_end(in_earnest):
     plain, robust = fastest_and_robust(14)
     assert robust.iteration_high_s < 0.995 * plain.iteration_high_s
-    assert robust.iteration_s >= plain.iteration_s
+    assert robust.iteration_s >= plain.iteration_s * (1 - 1e-9)
 
 
 def test_what_does_not_fit_says_what_is_missing():

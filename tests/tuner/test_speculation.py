@@ -24,9 +24,7 @@ GIB = 2**30
 
 
 def machine(room=2.8):
-    """Return a simulated machine with a slow link and little GPU memory. Most state is then updated on the
-    host, which takes longer than forward.
-    """
+    """Return a simulated machine with a slow link and little GPU memory."""
     return node(
         h2d_bytes_per_s=16e9, d2h_bytes_per_s=16e9, device_memory_bytes=int(room * GIB), host_adam_params_per_s=2e9
     )
@@ -51,7 +49,6 @@ def test_ten_percent_are_assumed_and_told_if_no_clip_rate_is_given():
 
 
 def test_pieces_of_deepspeeds_subgroups_are_updated_early_too():
-    """Check that a plan of smaller pieces is updated and timed as one of DeepSpeed's subgroups of that size."""
     pieces = ebbtide.tuner.plan(small().model_copy(update={"state_stays": True}), machine(), memory_margin=0)
     assert pieces.ways == planned(None).ways
     assert pieces.prediction.iteration_s == planned(None).prediction.iteration_s
@@ -73,7 +70,6 @@ def test_where_no_step_clips_the_plan_updates_early_and_is_faster():
 
 
 def test_early_updates_are_spread_where_the_next_forward_would_wait_for_what_lies_before_them():
-    """Check that early updates are spread over the layers where the next forward would wait for the first ones."""
     work = workload(8, size=5 * 10**7, forward_s=0.02, clip_rate=0.0)
     on = machine(room=3).with_rates(host_adam_params_per_s=5 * 10**7 / 0.06)
     found = ebbtide.tuner.plan(work, on, memory_margin=0)
@@ -117,7 +113,6 @@ def test_the_expected_iteration_is_the_mean_over_steps_that_clip_and_that_do_not
 
 
 def test_what_the_fused_kernel_saves_counts_the_wait_for_a_late_update_at_the_rate_without_it():
-    """Check the saving that a plan's reasons tell: without the kernel, a late update takes longer too."""
     found, on = planned(0.2), machine()
     slow = PlanSweep(small(), on, fused=False)
     right, plain = slow.result(found), slow.result(found.with_bits(early=False))
@@ -130,11 +125,6 @@ def test_what_the_fused_kernel_saves_counts_the_wait_for_a_late_update_at_the_ra
 
 
 def test_one_figure_everywhere():
-    """Check that a plan's predicted iteration time equals the iteration time in the plan's row of the table
-    that `compare` returns.
-
-    The table compares the plan with other ways to train, and with variants of the plan. No variant may be faster.
-    """
     work, on = small(0.2), machine()
     found = ebbtide.tuner.plan(work, on, memory_margin=0)
     rows = compare(work, on, Limits.of(work, on, margin=0), found)

@@ -52,7 +52,6 @@ def limited(peak):
 
 @pytest.mark.parametrize("spare", [0, -1, GIB, -GIB])
 def test_a_setting_that_does_not_fit_is_not_the_comparison(spare):
-    """Check where DeepSpeed alone keeps its 16-bit parameters: where it is fastest, among those places that fit."""
     work, have, peak, plan = job()
     slow_link = have.with_rates(h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)  # parameters on the GPU are faster here
     within = limited(peak + spare)
@@ -73,7 +72,6 @@ JOBS = [
 
 
 def _every_setting(asked, have, limits):
-    """Yield the seconds of every setting of DeepSpeed alone that fits, by its own list of settings."""
     for stage in (1, 2, 3):
         work = estimated(asked.changed(zero_stage=stage), have)
         base = replace(WITHOUT_CONFIG, optimizer="cpu")
@@ -127,7 +125,6 @@ def test_deepspeed_alone_at_its_best_is_a_row_with_the_gain_over_it():
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_superoffload_is_shown_with_and_without_clipping_where_the_job_clips(clipping):
-    """Check that SuperOffload's updates overlap in the row without clipping alone, and that each row names why."""
     have = preset("gh200")
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "gradient_clipping": clipping}
     work = estimated(Job.of_deepspeed(MODELS["Llama 3.2 3B"], config, sequence=1024), have)

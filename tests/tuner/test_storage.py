@@ -110,7 +110,6 @@ def test_the_search_with_drives_uses_the_simulations_of_the_one_without_and_find
 
 
 def test_as_little_is_stored_as_memory_allows(stored):
-    """Check that with one stored subgroup in host memory instead, the plan would exceed the memory limit."""
     work = workload()
     limits = Limits.of(work, machine(), *SHORT.values())
     for number, placement in enumerate(stored.placements):
@@ -184,13 +183,6 @@ def two_drives():
 
 
 def test_several_directories_are_as_fast_as_their_shares_let_them():
-    """Check how optimizer state is divided between two storage directories on different drives, and the rates of both
-    drives together.
-
-    The first drive reads and writes at the same time. It needs 1/4 ns to write a byte, and less to read one meanwhile.
-    The second drive needs 1/2 ns to read a byte and then 1 ns to write it: 1.5 ns, which is six times as long. So the
-    first drive gets 6/7 of the state, and the second drive gets 1/7.
-    """
     drives = two_drives()
     part = shares(drives)
     assert part == pytest.approx({"/fast": 6 / 7, "/slow": 1 / 7})
@@ -227,7 +219,6 @@ def test_a_plan_names_its_folders_in_one_way():
 
 
 def test_a_search_stores_no_other_subgroups_than_it_may():
-    """Check that a search stores only the subgroups ``storable``, for which the drive of a run has space."""
     work, have = twenty(6), machine(**FAST)
     limits = Limits.of(work, have, 5 * GIB, 2 * GIB, storage_bytes=TB)
     search = Search(work, have, limits, storable={0, 1, 2, 3})

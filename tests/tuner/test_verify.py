@@ -299,7 +299,6 @@ raise RuntimeError("out of luck")
 
 
 def test_a_command_that_fails_on_its_way_is_not_identical(tmp_path):
-    """Check that a script that fails after two identical steps is reported as failed, not as identical."""
     (tmp_path / "train.py").write_text(BREAKS_OFF)
     words = ["--steps", "4", "--", sys.executable, str(tmp_path / "train.py")]
     result = CliRunner().invoke(main, ["verify", *words])
@@ -354,7 +353,7 @@ STRICT, OWN = "True False False :4096:8 when used", "False False True None False
     [(True, [], True), (False, [], False), (True, ["--no-deterministic"], False), (False, ["--deterministic"], True)],
 )
 def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, stock, gpu, words, strict):
-    """Check that runs on a GPU are deterministic by default, so that two of them can be compared."""
+    # Runs on a GPU are deterministic by default, so that two of them can be compared.
     asked = []
 
     def start(command, side, steps, seed, *, deterministic):

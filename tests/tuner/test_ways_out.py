@@ -71,7 +71,6 @@ def test_every_change_that_is_offered_fits_when_simulated(model, sequence, micro
 
 
 def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
-    """Check that a smaller micro-batch is offered where fp32 sums, 4 bytes per parameter, have no room."""
     shallow = {"layers": 5, "hidden": 4096, "heads": 32, "vocabulary": 32_000}
     job = Job.of_deepspeed(shallow, sequence=4096, micro_batch=4)
 
@@ -86,7 +85,7 @@ def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
 
 @pytest.mark.parametrize("micro_batch", [1024, 10**12])
 def test_a_huge_micro_batch_gets_no_more_accumulation_than_can_be_planned(micro_batch):
-    """Check that changes are offered although keeping the samples of a step needs too many micro-batches to plan."""
+    # Changes are offered although keeping the samples of a step needs too many micro-batches to plan.
     job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"], sequence=1024, micro_batch=micro_batch), preset("rtx4090")
     ways = ways_out(job, machine, ONE_SIZE)
     most = most_micro_batches(estimated(job, machine))
@@ -157,10 +156,7 @@ TOO_LARGE = [
 
 @pytest.mark.parametrize(("model", "on", "settings"), TOO_LARGE)
 def test_what_keeps_all_samples_is_offered_beside_what_does_not(model, on, settings):
-    """Check that a combination which keeps the samples of a step is offered, although a shorter sequence is enough.
-
-    No part of any offer can be left out, and a smaller micro-batch keeps the samples if it may.
-    """
+    # No part of any offer can be left out, and a smaller micro-batch keeps the samples if it may.
     job, machine = Job.of_deepspeed({**MODELS, "16B": LLAMA_16B}[model], **settings), preset(on)
 
     def fits(changes):
@@ -237,11 +233,6 @@ LLAMA_7B = {
 
 
 def test_zero_3_comes_first_where_zero_2_does_not_fit_and_memory_is_the_least_as_sold():
-    """Check the changes that ebbtide offers for a job that does not fit into memory: 7e9 parameters on two GPUs of 16
-    GB under ZeRO-2, as in DeepSpeed issue #3770.
-
-    ZeRO-3 is offered first. More GPU memory is offered as the smallest size that is sold and suffices, here 20 GiB.
-    """
     job = Job.of_deepspeed(LLAMA_7B, sequence=512, data_parallel=2, zero_stage=2)
     asked = {"device_memory_bytes": 16 * GIB, "host_memory_bytes": 100 * GIB}
     ways = ways_out(job, preset("a100-node"), **asked)
@@ -282,7 +273,6 @@ def test_24_gib_of_a_24_gb_card_are_all_of_it():
 
 
 def test_the_refusal_is_printed_before_ways_out_are_tried(monkeypatch, capsys):
-    """Check that `tune plan` prints which memory is too small before it searches for ways out."""
     printed = []
 
     def tried(*_, **__):
@@ -298,10 +288,6 @@ def test_the_refusal_is_printed_before_ways_out_are_tried(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("ranks", "own_gib", "owned"), [(2, 1024, True), (1, 255, True), (2, 200, False)])
 def test_host_memory_that_the_machine_has_is_a_flag_and_more_is_bought(ranks, own_gib, owned):
-    """Check that only the limit is raised if the machine has the memory, and that the printed flag is then enough.
-
-    The job needs 239 GiB of host memory, which all ranks of the node share. The next size sold is 256 GiB.
-    """
     machine = preset("a100-40gb").with_rates(host_memory_bytes=own_gib * GIB)
     job = Job.of_deepspeed(LLAMA_16B, sequence=2048, data_parallel=ranks)
     memory = {"host_memory_bytes": 60 * GIB, "device_memory_bytes": 20 * GIB}

@@ -37,10 +37,8 @@ def checkpointed(
     If the plan already has an interval, its cap on the write bandwidth and its copy budget (host memory for copies of
     state) stay. Otherwise a small and a large copy budget are tried, which is quick and seldom worse than a search.
 
+
     Args:
-        plan: Plan with a prediction.
-        workload: Training job of one rank.
-        machine: Machine that trains.
         limits: Memory that checkpoints and plan may use.
         mtbf_s: Mean time between failures in seconds.
 
@@ -69,10 +67,9 @@ def goodput_of(
     written while training goes on. Training with stock DeepSpeed or without offload waits for each checkpoint, and
     has its own best checkpoint interval.
 
+
     Args:
         predicted: Predicted iteration by role: ``plan``, ``stock`` or ``no offload``.
-        workload: Training job of one rank.
-        machine: Machine that trains.
         choice: Checkpoint settings of the plan, or None if there is no plan.
         mtbf_s: Mean time between failures in seconds.
 

@@ -26,9 +26,9 @@ FAR = 0.04  # share of a bound. A plan that is further above its bound leaves ro
 class Faster:
     """A change that leaves the samples of a step as they are, with which they train faster.
 
+
     Attributes:
         changes: New values of fields of the job.
-        job, workload: Job with these values.
         outcome: Predicted time and memory, and the plan of a short search. Without a plan, nothing is offloaded.
         factor: How many times as fast as the job as given.
     """
@@ -56,12 +56,7 @@ class Faster:
         return f"{self.options(job)}: {told_seconds(self.outcome.iteration_s)} ({self.factor:.2f}x, {memory})"
 
     def deepspeed(self, config: Mapping[str, Any] | None, plan: str = "automatic") -> dict[str, Any]:
-        """Return the DeepSpeed config that trains with these changes.
-
-        Args:
-            config: DeepSpeed config of the job as given, or None.
-            plan: Value of ``ebbtide.plan`` in the result. Without offload, there is no such key.
-        """
+        """Return the DeepSpeed config that trains with these changes."""
         return config_of(self.job, config, plan if self.outcome.plan is not None else None)
 
 
@@ -96,7 +91,6 @@ def faster(
 
 
 def _best(space: Changing, every: list[Changes], below_s: float) -> tuple[Tried, Outcome] | None:
-    """Return the fastest of some sets of changes with which a step takes less than ``below_s``."""
     best: tuple[Tried, Outcome] | None = None
     searches = 0
     for tried in by_bound(space, every, below_s):
@@ -135,7 +129,6 @@ def by_bound(space: Changing, every: list[Changes], below_s: float = float("inf"
 
 
 def _leaner(space: Changing, tried: Tried) -> Tried:
-    """Return the job without those changes that save nothing by the bounds."""
     most_s = tried.bound_s * (1 + NEEDLESS)
     for name in sorted(tried.changes, key=lambda name: -price({name: tried.changes[name]})):
         together = {"micro_batch", "accumulation"} if name in ("micro_batch", "accumulation") else {name}

@@ -13,11 +13,7 @@ _KEYS = {"zero_stage": f"{ZERO}.stage", "sub_group_size": f"{ZERO}.sub_group_siz
 
 
 def label_of(changes: Changes, *, no_host_limit: bool = False) -> str:
-    """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4".
-
-    Args:
-        no_host_limit: True if the user's limit of host memory must be left out.
-    """
+    """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
     return ", ".join(filter(None, [told(changes), "no limit of host memory" if no_host_limit else ""]))
 
 
@@ -26,9 +22,9 @@ def options_of(changes: Changes, job: Job, *, host_limit: bool = False, no_host_
 
     A change without an option is described in words.
 
+
     Args:
         host_limit: True if host memory that the machine has need only be allowed.
-        no_host_limit: As for `label_of`.
     """
     in_config = config_values(changes, job)
     changed = {

@@ -23,11 +23,6 @@ def shadow_prices(workload: Workload, machine: Machine, plan: Plan) -> list[str]
     The estimate is how far the change lowers the lower bound of the iteration time, or how far it lowers the time under
     the same plan if that is more. A search for a new plan would not tell: searches make random changes, so their times
     differ by about a percent, and most effects are smaller.
-
-    Args:
-        workload: Training job of one rank.
-        machine: Machine that trains, with the speeds of its storage.
-        plan: Plan with a prediction.
     """
     assert plan.prediction is not None
     workload = workload.cut_as(plan)

@@ -58,9 +58,9 @@ class Outcome:
 class Tried:
     """A training job with changed settings, and the answers on its memory and speed.
 
+
     Attributes:
         changes: What differs from the asker's job.
-        job, workload, machine, limits: The changed job, and the machine with its memory limits.
         freedom: Arguments of `Question` on what plans may do.
         folders: Fields of a plan's file that name the directories for stored optimizer state.
     """

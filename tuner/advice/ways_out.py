@@ -29,10 +29,10 @@ MOST_GPUS = 256
 class WayOut:
     """A set of changes to a training job or its machine with which a plan fits into memory.
 
+
     Attributes:
         changes: New values of fields of the job (``data_parallel``, ``sequence`` ...) or of the machine
             (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``).
-        plan: Plan that fits, with its prediction.
         tokens_per_s: Throughput of all ranks, or None if unknown.
         no_host_limit: True if the user's limit of host memory must be left out, because the node gets more memory.
         host_limit: True if the machine has the host memory of ``changes`` already, so that the user's limit of it need
@@ -52,10 +52,7 @@ class WayOut:
 
     @property
     def price(self) -> int:
-        """Return how expensive a set of changes to a training job is, as a rank: 0 is the cheapest kind of change.
-
-        The most expensive change of the set counts. Changing a flag is cheap, and buying hardware is expensive.
-        """
+        """Return how expensive a set of changes to a training job is, as a rank: 0 is the cheapest kind of change."""
         # Where a loss without whole logits is enough, the logits were too large.
         return -1 if set(self.changes) == {"fused_loss"} else price(self.changes)
 
@@ -95,17 +92,11 @@ class _Ways:
         return isinstance(tried, Tried) and tried.unfit is None
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
-        """Return the smallest change with which a training job fits into memory, or None.
-
-        Args:
-            steps: Changes of one kind. Each needs less memory than the one before.
-        """
         # Memory that is large enough in bytes may still not hold whole subgroups.
         ways = (self.way(step) for step in self.enough(steps))
         return next((way for way in ways if way is not None), None)
 
     def enough(self, steps: list[Changes]) -> list[Changes]:
-        """Return those changes with which the bytes of a training job fit into memory, the smallest change first."""
         if not steps or not self.fits(steps[-1]):
             return []
         return steps[bisect_left(steps[:-1], True, key=self.fits) :]
@@ -157,7 +148,6 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
 
 
 def _needless(changes: Changes, found: Mapping[str, WayOut]) -> bool:
-    """Return True if changes contain all changes of another set that is enough."""
     return any(changes.items() >= way.changes.items() for way in found.values())
 
 
@@ -181,12 +171,6 @@ def another_gpu(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = 
 
 
 def _relaxed(enough: list[Changes], base: Changes, tried: _Ways) -> Iterator[Changes]:
-    """Yield sets of changes that are enough, the smallest first.
-
-    Args:
-        enough: Sets of changes that are enough, the smallest first. Each contains the base.
-        base: Changes that each set contains, although it may not need all of them.
-    """
     if enough:
         least = dict(enough[0])
         for name in reversed(tuple(LEANER)):
@@ -238,13 +222,11 @@ LEANER: Mapping[str, Any] = {
 
 
 def _to_lean(job: Job) -> list[list[Changes]]:
-    """Return, for each setting of a job that has not the value which needs the least memory, the change to it."""
     names = [name for name, value in LEANER.items() if present(job, name) != value]
     return [[{name: LEANER[name]}] for name in names if name != "recompute_share" or job.recompute]
 
 
 def _smaller_batches(job: Job) -> list[Changes]:
-    """Return smaller micro-batches, the largest first, with the accumulation that keeps the samples of a step."""
     samples = job.micro_batch * job.accumulation
     return [
         {"micro_batch": samples // more, "accumulation": more}
@@ -302,8 +284,5 @@ def _more_host_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Chang
 
 
 def flags(way: WayOut, job: Job) -> str:
-    """Return the ``tune`` options, as text, that make a set of changes to a training job.
-
-    A change without an option is described in words.
-    """
+    """Return the ``tune`` options, as text, that make a set of changes to a training job."""
     return options_of(way.changes, job, host_limit=way.host_limit, no_host_limit=way.no_host_limit)

@@ -65,12 +65,9 @@ class Alone:
 
     @cached_property
     def given(self) -> Setting:
-        """Return the fastest setting at the job's own ZeRO stage that offloads optimizer state and fits. If none fits,
-        return the one that lacks the fewest bytes.
-
-        The settings are that of the job's DeepSpeed config, and both of ``offload_param.device``. If state may be
-        stored on a drive, ``offload_optimizer.device`` nvme is tried too.
-        """
+        """Return the fastest setting at the job's own ZeRO stage that offloads optimizer state and fits."""
+        # If none fits, return the one that lacks the fewest bytes. The settings are that of the job's DeepSpeed config,
+        # and both of ``offload_param.device``.
         return min(self._offloading, key=lambda one: one.rank)
 
     @cached_property
@@ -133,7 +130,6 @@ class Alone:
             yield from self._settings(work, moved)
 
     def _shared(self, work: Workload, base: Offloading) -> list[Offloading]:
-        """Return the fastest ratio of Twin-Flow that fits, found with few micro-batches a step."""
         few = work
         if work.gradient_accumulation_steps > FEW_MICRO_BATCHES:
             few = work.model_copy(update={"gradient_accumulation_steps": FEW_MICRO_BATCHES})
@@ -181,7 +177,6 @@ def offload_words(offload: Offloading) -> list[str]:
 
 
 def _offloaded(work: Workload, machine: Machine, limits: Limits) -> list[Offloading]:
-    """Return the settings that offload optimizer state at a job's ZeRO stage, that of its DeepSpeed config first."""
     given = _configured(work)
     three = work.zero_stage == 3
     optimizers = ["cpu"]
@@ -200,11 +195,8 @@ def _offloaded(work: Workload, machine: Machine, limits: Limits) -> list[Offload
 
 
 def _configured(workload: Workload) -> Offloading:
-    """Return the offload settings of the job's DeepSpeed config.
-
-    If there is no config, if it does not offload, or if its offload cannot be simulated, return the settings of
-    DeepSpeed's optimizer offload to host memory.
-    """
+    # If there is no config, if it does not offload, or if its offload cannot be simulated, return the settings of
+    # DeepSpeed's optimizer offload to host memory.
     default = replace(WITHOUT_CONFIG, optimizer="cpu")
     offload: Offloading = workload.offload or default
     if offload.optimizer in (None, "none"):
@@ -216,5 +208,4 @@ def _configured(workload: Workload) -> Offloading:
 
 
 def _plain(offload: Offloading) -> Offloading:
-    """Return offload settings without Twin-Flow and SuperOffload, which DeepSpeed does not combine with others."""
     return replace(offload, ratio=1.0, superoffload=False)

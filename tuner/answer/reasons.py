@@ -48,11 +48,7 @@ def reasons(sweep: PlanSweep, plan: Plan, floor: Bound, stock: Workload) -> list
 
 
 def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:
-    """Return a list with one sentence about the time that DeepSpeed without a plan loses in each step because
-    it uses too few CPU threads.
-
-    The list is empty if DeepSpeed loses hardly any time.
-    """
+    # The list is empty if DeepSpeed loses hardly any time.
     if workload.stock_threads is None:
         return []
     name, setting = stock_beside(workload, machine, plan.limits_on(workload, machine))

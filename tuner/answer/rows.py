@@ -38,17 +38,16 @@ _LABELS = {
 class Row:
     """A row of the table that compares training under a plan with other ways to train: one simulated way.
 
+
     Attributes:
         role: Kind of the row: the plan, stock DeepSpeed, DeepSpeed alone at its best, no offload, a variant of the
             plan, or another system.
         label: Text that names the row and its setting.
-        simulated: Result of the simulation.
         limits: Memory that training may use.
         name: ZeRO stage and settings of DeepSpeed alone, such as "ZeRO-2". Empty for other rows.
         workload: Training job that was simulated, for DeepSpeed alone and no offload, which may have another ZeRO stage
             than the asker's job. None for other rows.
         spread: Uncertainty of the predicted time, if it was asked for. Only rows that gains are told of have one.
-        plan: The plan's row, for the gain of the plan over this row.
         stock: The row of DeepSpeed alone, for the gain of this row over it.
     """
 
@@ -211,10 +210,8 @@ def compare(
 def _with_spreads(
     rows: Sequence[Row], machine: Machine, plan: Plan | None, sweep: PlanSweep | None, compile_: Compile
 ) -> list[Row]:
-    """Return the rows with the spreads of the plan, of DeepSpeed alone and of no offload.
-
-    They also get the row of the plan and that of DeepSpeed alone, with which they are compared.
-    """
+    # Return the rows with the spreads of the plan, of DeepSpeed alone and of no offload. They also get the row of the
+    # plan and that of DeepSpeed alone, with which they are compared.
     known: dict[int, Spread] = {}  # DeepSpeed alone at its best and no offload may be one simulation
 
     def spread_of(row: Row) -> Spread | None:
@@ -261,9 +258,6 @@ def stock_beside(
 
 
 def _stock_label(workload: Workload, offload: Offloading) -> str:
-    """Return the label of the row for DeepSpeed alone, which names the settings that differ from DeepSpeed's optimizer
-    offload to pinned host memory with all cores.
-    """
     threads = workload.stock_threads
     few = [f"{threads} thread{'s' * (threads != 1)} a rank"] if threads is not None else []
     return ", ".join([f"stock ZeRO-{workload.zero_stage} offload", *few, *offload_words(offload)])
@@ -285,8 +279,5 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
-    """Return the predictions for all ways to train except the plan itself, such as DeepSpeed without a plan.
-
-    A plan file stores these predictions in its field ``alternatives``.
-    """
+    """Return the predictions for all ways to train except the plan itself, such as DeepSpeed without a plan."""
     return tuple(row.prediction for row in rows if row.role != "plan")

@@ -23,9 +23,9 @@ WORTH = 1e-3  # relative difference below which two iterations count as equally 
 class Verdict:
     """The advice on whether to offload optimizer state.
 
+
     Attributes:
         choice: ``offload``, ``no offload``, or ``impossible`` if neither fits into memory.
-        sentence: Advice in one sentence.
     """
 
     choice: Literal["offload", "no offload", "impossible"]
@@ -75,9 +75,7 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
 
 
 def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) -> str:
-    """Return a text with the speedup of a way to train over stock DeepSpeed. If other settings of DeepSpeed are faster,
-    the text also has the speedup over the fastest of them.
-    """
+    # If other settings of DeepSpeed are faster, the text also has the speedup over the fastest of them.
     fastest = min([stock, *settings], key=lambda p: p.iteration_s)
     beside = fastest.iteration_s < stock.iteration_s and not _same_way(fastest, one)
     told = f", {_gains(fastest, one)} {_named(fastest)}" if beside else ""
@@ -85,7 +83,6 @@ def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) ->
 
 
 def _named(setting: Prediction) -> str:
-    """Return the name of other settings of DeepSpeed alone, with their time."""
     seconds = told_seconds(setting.iteration_s)
     if not setting.strategy.startswith(BEST):
         return f"DeepSpeed alone with {setting.strategy.removeprefix(SETTING)} ({seconds})"
@@ -105,11 +102,7 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
 
 
 def differs(plan: Prediction, other_s: float) -> bool:
-    """Return True if another way to train is clearly faster or slower than a plan.
-
-    That is so if its iteration time is outside the interval of the plan's prediction, and also differs from the
-    plan's predicted iteration time by more than 0.1%.
-    """
+    """Return True if another way to train is clearly faster or slower than a plan."""
     low_s = min(plan.iteration_low_s, plan.iteration_s * (1 - WORTH))
     high_s = max(plan.iteration_high_s, plan.iteration_s * (1 + WORTH))
     return not low_s <= other_s <= high_s
@@ -129,7 +122,6 @@ def _gain(plain: Prediction, plan: Prediction) -> str:
 
 
 def _times(longer: Prediction, shorter: Prediction) -> str:
-    """Return the ratio of two times, such as ``2.4x``, and the interval of the gain of a plan."""
     ratio = longer.iteration_s / shorter.iteration_s
     told = f"{ratio:.1f}x" if not 0.95 < ratio < 1.1 else f"{ratio:.2f}x"
     low, high = longer.over_plan_low, longer.over_plan_high
@@ -137,9 +129,6 @@ def _times(longer: Prediction, shorter: Prediction) -> str:
 
 
 def _gains(longer: Prediction, shorter: Prediction) -> str:
-    """Return by how much a way to train is faster than another one: without a figure if the plan's gain is not known
-    to a factor of two.
-    """
     low, high = longer.over_plan_low, longer.over_plan_high
     if low and shorter.lower_bound_s and high > TOLD * low:
         return (
@@ -162,9 +151,7 @@ def distance(plan: Prediction) -> str:
 
 
 def above_bound(plan: Prediction) -> float:
-    """Return how far a plan's predicted iteration time is above the lower bound, as a fraction of the bound.
-    ``inf`` if the bound is unknown.
-    """
+    """Return how far a plan's predicted iteration time is above the lower bound, as a fraction of the bound."""
     return plan.iteration_s / plan.lower_bound_s - 1 if plan.lower_bound_s else math.inf
 
 

@@ -54,8 +54,8 @@ class CalibrationError(ValueError):
 class Observation:
     """A measured training run that is used to calibrate a machine's rates.
 
+
     Attributes:
-        name: Name of the run.
         build: Function from a machine to the schedule of one iteration, as layers' times depend on the machine.
         measured_s: Measured seconds by phase, for at least one of PHASES.
         notes: Warnings about the run, found when its file was read.
@@ -159,7 +159,6 @@ def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrat
 
 
 def _corrected(start: Machine, observations: Sequence[Observation]) -> tuple[Machine, tuple[Change, ...]]:
-    """Return a machine with bandwidths and compute speeds fitted to measured runs, and the changes of its speeds."""
     knobs = knobs_of(start)
     fit = _fit(start, knobs, observations)
     identified = np.flatnonzero(fit.identified).tolist()
@@ -178,12 +177,6 @@ class _Fit:
 
 
 def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observation]) -> _Fit:
-    """Return the most probable correction factors for a machine's bandwidths and compute speeds, given measured
-    training runs.
-
-    If the machine's median error of a phase is `FAR` or more, corrections wider than usual are tried too. The narrowest
-    range with nearly the least errors is used.
-    """
     usual = _fit_within(start, knobs, 1.0, observations)
     if _worst(start, observations) < FAR:
         return usual
@@ -268,19 +261,11 @@ def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
 
 
 def _mean_error(machine: Machine, observations: Sequence[Observation]) -> float:
-    """Return the mean error of the predicted phase times, in log units.
-
-    It is not the median, which says nothing about a phase that is far off if two others are predicted well.
-    """
     return float(np.mean(np.abs(_phase_errors(machine, observations))))
 
 
 def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list[float]:
-    """Return the prediction errors of all measured phases of all runs in one list, each as ``log(predicted /
-    measured)``.
-
-    The whole iteration of a run is left out if the run's phases are known. Otherwise they would count twice.
-    """
+    # The whole iteration of a run is left out if the run's phases are known. Otherwise they would count twice.
     return [
         error
         for seen in observations
@@ -295,24 +280,12 @@ def _run_errors(machine: Machine, seen: Observation) -> dict[str, float]:
 
 
 def _robust(scaled: Floats) -> Floats:
-    """Return prediction errors changed so that a least-squares fit limits the weight of outliers (pseudo-Huber).
-
-    Errors beyond two standard deviations then count linearly instead of squared.
-    """
     return np.asarray(np.sign(scaled) * np.sqrt(8 * (np.sqrt(1 + (scaled / 2) ** 2) - 1)))
 
 
 def _sigma(jacobian: Floats, missed: Floats, width: Floats) -> Floats:
-    """Return the standard deviation of each correction factor in a calibration, in log units.
-
-    If the measured runs scatter more around the corrected predictions than was assumed, they count less. A standard
-    deviation is never above that of a factor before any run (``width``).
-
-    Args:
-        jacobian: Derivatives of the phases' errors by the factors, in units of the assumed noise.
-        missed: Phases' errors after the correction, in the same units.
-        width: Standard deviation of each factor before any run.
-    """
+    # If the measured runs scatter more around the corrected predictions than was assumed, they count less. A standard
+    # deviation is never above that of a factor before any run (``width``).
     scatter = max(1.0, float(np.mean(np.square(missed))))
     return np.asarray(np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian / scatter + np.diag(width**-2.0)))))
 
@@ -330,11 +303,6 @@ def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[
 
 
 def _left(machine: Machine, observations: Sequence[Observation]) -> float:
-    """Return how far predicted and measured iteration times still differ after calibration, as a standard deviation in
-    log units.
-
-    The simulator's own error is included, but not the noise of the measurements.
-    """
     left: list[float] = []
     for seen in observations:
         errors = _run_errors(machine, seen)

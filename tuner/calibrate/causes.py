@@ -98,10 +98,7 @@ class Cause:
         return self.knob.name
 
     def moved(self, machine: Machine, workload: Workload, turn: float) -> tuple[Machine, Workload]:
-        """Return the machine and the workload that result if the factor is ``turn`` standard deviations from 1.
-
-        The workload changes if its layers' times were estimated from the moved rates.
-        """
+        """Return the machine and the workload that result if the factor is ``turn`` standard deviations from 1."""
         other = self.on(machine, turn)
         return other, self._timed(workload, other, turn)
 
@@ -163,6 +160,5 @@ def shared_spread(machine: Machine) -> float:
 
 
 def _unseen_host(machine: Machine) -> bool:
-    """Return True if no published run shows how fast a preset's CPU updates the state of several ranks."""
     shown = any("dram" in parts and parts["dram"].source == "published" for parts in machine.rank_shares.values())
     return machine.measured_with == PRESET and not shown

@@ -84,12 +84,8 @@ def read_log(text: str) -> DeepSpeedLog:
 
 
 def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
-    """Return the seconds per iteration between neighboring throughput lines of DeepSpeed's log, from the times
-    of day and the step numbers in these lines.
-
-    A smaller step number than before means that another run begins. DeepSpeed prints no such line before
-    its third step, so warm-up is not included.
-    """
+    # A smaller step number than before means that another run begins. DeepSpeed prints no such line before its third
+    # step, so warm-up is not included.
     return [
         (later - at).total_seconds() / (number - before)
         for (at, before), (later, number) in pairwise(steps)

@@ -123,8 +123,6 @@ def workload_interval_s(
 def plan_interval_s(sweep: PlanSweep, plan: Plan) -> tuple[float, float]:
     """Return the interval (low, high), in seconds, that is expected to hold the iteration times of nine in ten runs
     under a plan.
-
-    The interval is that of `workload_interval_s`, for steps that clip no gradients.
     """
     centre, factor = sweep.result(plan).iteration_s, plan_spread(sweep, plan).factor
     return centre / factor, centre * factor
@@ -147,23 +145,12 @@ def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:
 def model_spread(machine: Machine, strategy: str = "") -> float:
     """Return the error of a predicted iteration time that would remain if the machine's bandwidths and compute speeds
     were known exactly, as a standard deviation in log units.
-
-    Args:
-        strategy: Name of the simulated strategy, such as stock DeepSpeed's offload.
     """
     return math.hypot(own_spread(machine, strategy), shared_spread(machine))
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
-    """Return how much a predicted time varies because the machine's bandwidths and compute speeds are uncertain.
-
-    Args:
-        seconds: Function that predicts the time for a given machine.
-        machine: Machine with the median and the quartiles of each bandwidth and compute speed.
-
-    Returns:
-        The standard deviation of the logarithm of the predicted time.
-    """
+    """Return how much a predicted time varies because the machine's bandwidths and compute speeds are uncertain."""
 
     def part(cause: Cause) -> float:
         return _secant(lambda turn: seconds(cause.on(machine, turn)))
@@ -172,5 +159,4 @@ def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
 
 
 def _secant(of: Callable[[float], float]) -> float:
-    """Return by how much the logarithm of a time changes if a cause moves by one standard deviation."""
     return math.log(of(STEP) / of(-STEP)) / (2 * STEP)

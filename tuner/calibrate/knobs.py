@@ -18,9 +18,8 @@ Floats = NDArray[np.float64]
 class Knob:
     """A correction in a machine's calibration: one factor for several speeds of the machine, such as bandwidths.
 
+
     Attributes:
-        name: Name of the correction.
-        fields: Fields of the machine that the factor multiplies.
         width: Prior standard deviation of the factor in log units: how wrong the machine's given speeds may be.
         ranks: If above 0, the factor is for a rank's share of DRAM bandwidth while that many ranks use it.
         varies: Standard deviation of the speeds between different days or nodes, in log units. A calibration on more
@@ -81,8 +80,8 @@ def turned(
     Correction ``i`` multiplies each speed of the group ``knobs[i]`` by ``exp(x[i])``. A correction does not raise a
     speed above its physical limit.
 
+
     Args:
-        knobs: Corrections, each for a group of speeds.
         x: Logarithm of the factor for each correction.
         spread: Dict from the index of a correction to two values for the speeds of its group: their new standard
             deviation in log units, and a text about the calibration, which is stored with them. The speeds of all other

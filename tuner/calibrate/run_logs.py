@@ -34,13 +34,12 @@ class Described:
     """The facts about measured training runs that the file of the runs lacks, taken from the flags of ``tune
     calibrate``.
 
+
     Attributes:
         model: Model's config, a description, or a path.
-        ds_config: DeepSpeed's config or its path.
         workload: Measured workload, used instead of ``model``.
         shape: Further fields of a `Job` by name.
         strategy: Name of the strategy that ran. None: DeepSpeed alone, with the offload settings of ``ds_config``.
-        options: Options of the strategy.
     """
 
     model: str | None = None
@@ -79,11 +78,7 @@ class Described:
 
     @cached_property
     def job(self) -> Job:
-        """Return the training job that the flags of ``tune calibrate`` and the DeepSpeed config describe.
-
-        Raises:
-            ModelError: The flags or the config cannot be used.
-        """
+        """Return the training job that the flags of ``tune calibrate`` and the DeepSpeed config describe."""
         assert self.model is not None
         return Job.of_deepspeed(self.model, self.ds_config, **self.shape)
 

@@ -71,8 +71,7 @@ class Candidate:
     ) -> Self:
         """Build a plan, in the form that a plan search scores, from the placement of each subgroup.
 
-        The plan has no early updates (before the gradient norm is known), and on-device gradient
-        accumulation wherever possible.
+        The plan has no early updates, and on-device gradient accumulation wherever possible.
         """
         codes = bytes(map(_SUMMED_CODES.__getitem__, placements))
         if locations:
@@ -134,11 +133,7 @@ class Candidate:
         return Moved([*self.ways], sequences, slots, prefetch, free, self.host_slots, self.threads)
 
     def with_placements(self, placements: Sequence[Placement]) -> Self:
-        """Return a copy of this plan with other placements, one per subgroup.
-
-        If a subgroup's new placement does not allow an early update or on-device gradient accumulation, the subgroup
-        loses that option. An early update starts before the gradient norm is known.
-        """
+        """Return a copy of this plan with other placements, one per subgroup."""
         pairs = zip(self.ways, placements, strict=True)
         codes = bytes(code - code % SUMMED + PLACEMENT_CODES[placement] for code, placement in pairs)
         return replace(self, ways=codes.translate(ALLOWED))
@@ -203,10 +198,9 @@ def evenly(
 
     Subgroups that stay on the GPU come first. The other placements are interleaved.
 
+
     Args:
-        numbers: Number of subgroups by placement.
         slots: Number of staging buffers (GPU memory for one staged subgroup each).
-        fixed: Placements of further subgroups at given positions.
         locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
     """
     there = [p for p in PLACEMENTS if numbers.get(p)]
@@ -232,8 +226,6 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 def options_of(c: Candidate) -> tuple[Any, ...]:
     """Return the arguments of `PlanSweep.evaluate` that describe a plan as a whole, such as the number of staging
     buffers.
-
-    The argument ``placement``, which describes the single subgroups, is not included.
     """
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 

@@ -33,14 +33,8 @@ CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code i
 
 
 def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
-    """Return a tuple of the placements (memories for a subgroup's optimizer state) that a plan search may
-    choose on a machine.
-
-    On a machine with unified memory, only placements with CPU updates remain.
-
-    Args:
-        machine: Machine that trains.
-        storage: True if optimizer state may live on a drive.
+    """Return a tuple of the placements (memories for a subgroup's optimizer state) that a plan search may choose on a
+    machine.
     """
     found = tuple(RECIPES) if storage else CHOICES
     return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
@@ -53,10 +47,8 @@ _STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}
 
 
 def plain(code: int) -> int:
-    """Remove the flags for early update and on-device gradient accumulation from a subgroup's code, and
-    return the rest.
-
-    A code is a number that holds the placement, the parameter location and the flags of a subgroup of optimizer state.
+    """Remove the flags for early update and on-device gradient accumulation from a subgroup's code, and return the
+    rest.
     """
     return code & ~(EARLY | SUMMED)
 
@@ -76,10 +68,7 @@ _STAGED_OR_NOT = bytes(code & _PLACED in _STAGED_CODES for code in range(2**8))
 
 
 def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
-    """Return a tuple with the placement of each subgroup of optimizer state, read from the subgroup's code.
-
-    A code is a number that holds the placement, the parameter location and the flags of a subgroup.
-    """
+    """Return a tuple with the placement of each subgroup of optimizer state, read from the subgroup's code."""
     return tuple(map(_PLACEMENT_OF.__getitem__, codes))
 
 
@@ -87,12 +76,12 @@ def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
 class Freedom:
     """The changes that a plan search may make, in addition to update orders and numbers of buffers.
 
+
     Attributes:
         placements: Placements that a subgroup of optimizer state may get.
         early: True if updates may start before the gradient norm is known.
         sums: True if gradients of micro-batches may be summed on the GPU.
         parameters: True if 16-bit parameters may move between GPU and host memory.
-        threads: Numbers of CPU threads to try.
     """
 
     placements: tuple[Placement, ...] = CHOICES
@@ -135,9 +124,6 @@ class Moved:
         return new._limited()
 
     def _moves(self) -> dict[Callable[[Self, Random], None], float]:
-        """Return a dict from each kind of random change to its relative frequency in the annealing of this
-        plan. Kinds that are not possible have the frequency 0.
-        """
         kind, free = type(self), self.free
         return {
             kind._swap: 40,
@@ -166,10 +152,6 @@ class Moved:
         return self.sequences[QUEUE_NUMBERS[self.codes[subgroup]]]
 
     def _swap(self, rng: Random) -> None:
-        """Exchange the placements and the positions in the update order of two random subgroups of this plan.
-
-        The 16-bit parameters of both subgroups stay where they are.
-        """
         one, other = rng.randrange(len(self.codes)), rng.randrange(len(self.codes))
         first, second = self._sequence(one), self._sequence(other)
         i, j = first.index(one), second.index(other)
@@ -178,13 +160,9 @@ class Moved:
         self.codes[one], self.codes[other] = ALLOWED[self.codes[other] ^ away], ALLOWED[self.codes[one] ^ away]
 
     def _place(self, rng: Random) -> None:
-        """Give a random subgroup of this plan another placement.
-
-        Updates on the CPU have an order, and so have updates on the GPU. If the update of the subgroup moves from one
-        of these orders to the other, its new position is chosen at random. With a probability of 70%, the update is
-        inserted directly before the first update of a subgroup with a higher index, or at the end of the order if no
-        subgroup has a higher index. Otherwise all positions are equally likely.
-        """
+        # With a probability of 70%, the update is inserted directly before the first update of a subgroup with a higher
+        # index, or at the end of the order if no subgroup has a higher index. Otherwise all positions are equally
+        # likely.
         subgroup = rng.randrange(len(self.codes))
         before, code = self._sequence(subgroup), self.codes[subgroup]
         others = [p for p in self.free.placements if PLACEMENT_CODES[p] != code & _PLACED]
@@ -204,9 +182,6 @@ class Moved:
         self.codes[subgroup] = ALLOWED[self.codes[subgroup] ^ bit]
 
     def _turn_early(self, rng: Random) -> None:
-        """Make the update of a random subgroup of this plan early (before the gradient norm is known), or
-        no longer early.
-        """
         self._turn(EARLY, rng)
 
     def _turn_sum(self, rng: Random) -> None:
@@ -216,9 +191,6 @@ class Moved:
         self._turn(PARAMETERS_ON_HOST, rng)
 
     def _shift_early(self, rng: Random) -> None:
-        """Make one random early update of this plan wait for the gradient norm, and make another subgroup's
-        update early.
-        """
         early = [s for s, code in enumerate(self.codes) if code & EARLY]
         others = [s for s, code in enumerate(self.codes) if not code & EARLY and CAN_BE_EARLY[plain(code)]]
         if early and others:
@@ -226,7 +198,6 @@ class Moved:
                 self.codes[subgroup] ^= EARLY
 
     def _reorder(self, rng: Random) -> None:
-        """Move a random part of this plan's order of CPU or GPU updates to another position, sometimes reversed."""
         sequence = rng.choice(self.sequences)
         if len(sequence) < 2:
             return
@@ -260,10 +231,8 @@ class Moved:
         return UpdateOrder.from_sequences(by_queue[Queue.HOST], by_queue[Queue.DEVICE])
 
     def arrays(self) -> tuple[Codes, NDArray[np.int64]]:
-        """Return two arrays with one entry per subgroup: the codes of a plan's subgroups (placement,
-        parameter location, flags), and the order of their updates.
-
-        `PlanSweep.evaluate` takes both arrays.
+        """Return two arrays with one entry per subgroup: the codes of a plan's subgroups, and the order of their
+        updates.
         """
         heads = [iter(sequence) for sequence in self.sequences]
         issue = np.array([next(heads[queue]) for queue in bytes(self.codes).translate(QUEUE_NUMBERS)], dtype=np.int64)

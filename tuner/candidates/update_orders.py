@@ -79,26 +79,14 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """Return the order of CPU updates with the earliest estimated end of the next forward.
-
-        The estimate uses the times of updates and copies.
-
-        Args:
-            arrived: For each subgroup, the time at which its gradient is in host memory, in seconds after the
-                gradient norm is known. The time is negative if the gradient arrives before that.
-        """
+        """Return the order of CPU updates with the earliest estimated end of the next forward."""
         arrived_s = np.zeros(len(self.update_s))
         arrived_s[[*arrived]] = [*arrived.values()]
         return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived_s))
 
     def end_s(self, sequence: Sequence[int], arrived_s: Floats) -> float:
-        """Return the seconds from the moment at which the gradient norm is known to the end of the next
-        forward, for an order of CPU updates.
-
-        Args:
-            sequence: Subgroups in the order of their CPU updates.
-            arrived_s: For each subgroup of the model, the time at which its gradient is in host memory, in seconds
-                after the gradient norm is known.
+        """Return the seconds from the moment at which the gradient norm is known to the end of the next forward, for an
+        order of CPU updates.
         """
         return float(_end_s(np.array(sequence, np.int64), arrived_s, *self._times))
 
@@ -148,7 +136,6 @@ class UpdateOrders:
 
 @compiled
 def _arrivals_s(coming: Ints, micro_batches: int, pass_s: float, complete_s: Floats, copied_s: Floats) -> Floats:
-    """Compute `UpdateOrders.arrivals`, in seconds after the beginning of the step's first forward."""
     arrived_s = np.zeros(coming.size)
     free_s = 0.0
     for micro_step in range(micro_batches):
@@ -161,7 +148,6 @@ def _arrivals_s(coming: Ints, micro_batches: int, pass_s: float, complete_s: Flo
 
 @compiled
 def _end_s(sequence: Ints, arrived_s: Floats, update_s: Floats, copy_s: Floats, behind_s: Floats) -> float:
-    """Compute `UpdateOrders.end_s`. For each subgroup, ``behind_s`` are the seconds of forward that follow."""
     host_s = copied_s = before_s = end_s = 0.0
     for s in sequence:
         # An update begins when the previous update has ended, its gradient is on the host, and the slot that it writes

@@ -184,7 +184,6 @@ _LISTED: dict[str, tuple[str, Callable[[Any], str]]] = {
 def _print_rows(
     rows: list[dict[str, Any]], as_json: bool, columns: Mapping[str, tuple[str, Callable[[Any], str]]] | None = None
 ) -> None:
-    """Print rows as JSON, or as a table with a title above each column."""
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return

@@ -20,7 +20,6 @@ ENDURANCE = Text("terabytes", endurance_bytes)
 
 
 def _each_once(_: click.Context, __: click.Parameter, given: tuple[tuple[str, int], ...]) -> Any:
-    """Refuse a folder of ``--storage`` that is given twice."""
     folders = [folder for folder, _ in given]
     if len(set(folders)) < len(folders):
         raise BadInputError(f"--storage must name each folder once, but got {', '.join(folders)}")
@@ -43,11 +42,7 @@ HOST_MEMORY = click.option(
 
 
 def margin_option(default: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return the option ``--memory-margin`` of a ``tune`` command.
-
-    Args:
-        default: Sentence for the help text about the value that is used if the user gives none.
-    """
+    """Return the option ``--memory-margin`` of a ``tune`` command."""
     told = "Share of GPU and host memory to leave free, e.g. 5%."
     return click.option("--memory-margin", type=SHARE, help=f"{told} {default}".strip())
 

@@ -232,7 +232,6 @@ def _of_line(
     options: Mapping[str, Any],
     emit_deepspeed: str | None,
 ) -> Trained:
-    """Return the training job with the changes of one line. If it trains without a plan, write its config and exit."""
     from ebbtide.tuner.placements.planning import QUICK
 
     first = _searched(work, machine, failures, {**options, "effort": QUICK})

@@ -45,12 +45,7 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
 
 
 def _watch_for_engines() -> None:
-    """Start a process that prints a message after training if DeepSpeed has built no engine that trains.
-
-    A separate process is needed because ``exec`` replaces the current process with the training command. The separate
-    process reads from a pipe. The training command holds the other end of the pipe open, so the read returns when the
-    training command has ended.
-    """
+    # A separate process is needed because ``exec`` replaces the current process with the training command.
     folder = tempfile.mkdtemp(prefix="ebbtide-run-")
     os.environ[TOOK] = str(Path(folder, "took"))
     watched, held = os.pipe()

@@ -115,15 +115,6 @@ def simulate(
 
 
 def _limits(work: Workload, machine: Machine, plan: Plan | None, asked: Mapping[str, Any]) -> Limits:
-    """Return the limits of the memory that training may use.
-
-    If the user gave no limit, and a plan was made for this machine and workload, the limits are those that the plan was
-    made with.
-
-    Args:
-        plan: Plan to simulate, if any.
-        asked: Limits that the user gave, as arguments of `Limits.of`.
-    """
     from ebbtide.simulator.limits import Limits
 
     if plan is not None and all(value is None for value in asked.values()):

@@ -10,11 +10,7 @@ from ebbtide.tuner.doctor.under_a_plan import refused_by_deepspeed, under_a_plan
 
 
 def fast_part() -> list[Finding]:
-    """Run those checks of ``tune doctor`` that take milliseconds, and return their findings. ``tune run``
-    starts with these checks.
-
-    The package versions and the compiler are checked, without importing torch.
-    """
+    """Run those checks of ``tune doctor`` that take milliseconds, and return their findings."""
     return [*software.versions(), *software.compiler()]
 
 

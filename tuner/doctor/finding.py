@@ -10,8 +10,8 @@ State = Literal["ok", "slow", "bad"]
 class Finding:
     """The result of one check of ``tune doctor``, which is one line of its output.
 
+
     Attributes:
-        name: Name of the checked thing.
         state: ``ok``, ``slow`` if training works but is slower than possible, or ``bad`` if training does not
             work or is not safe.
         detail: Text on what was found.

@@ -63,7 +63,6 @@ def queues() -> list[Finding]:
 
 
 def _rates(few: int, share: int) -> tuple[float, float]:
-    """Measure the parameters per second that CPU updates reach with two numbers of threads."""
     from ebbtide.profiler.rates.adam import host_adam_by_threads
 
     rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)
@@ -109,10 +108,8 @@ def link_finding(name: str, width: int, widest: int, slot: int, card: int | None
     The link is reported as slow if it uses fewer lanes than the card supports, or if the slot limits the card to an
     older PCIe generation than the card supports.
 
+
     Args:
-        name: Name of the check.
-        width: Number of PCIe lanes in use.
-        widest: Number of PCIe lanes that the card supports.
         slot: Newest PCIe generation that both the slot and the card support.
         card: Newest PCIe generation that the card supports, or None if unknown.
     """

@@ -19,8 +19,7 @@ from ebbtide.tuner.placements.search import Search
 CLOSE = 1.001  # factor on the lower bound. Closer to it, a better plan would not be worth the search
 BETTER = 1e-6
 EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 10_000  # evaluations per subgroup, and largest total
-# Largest number of evaluations times ops of an iteration, because an evaluation's time grows with the ops.
-MOST_OPS = 4_000_000
+MOST_OPS = 14_000_000  # simulated ops, which limit the evaluations of long iterations (`Search.affordable`)
 HEAT = 0.08  # first temperature, as a fraction of the CPU update of an average subgroup
 MOST_SLOTS = 8
 HOST_SLOTS = [1, 2, 3, 4, 6, 8, 12, 16]  # the values that are tried
@@ -43,7 +42,7 @@ def anneal(search: Search, evaluations: int | None = None) -> None:
     """
     count = len(search.workload.subgroups)
     if evaluations is None:
-        evaluations = search.share_of(min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, MOST_OPS // search.most_ops))
+        evaluations = search.share_of(min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, search.affordable(MOST_OPS)))
     heat_s = HEAT * search.workload.params / count / search.machine.host_adam_params_per_s.median
     if search.best_s > _near_s(search):
         settings(search)

@@ -150,9 +150,8 @@ def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_
 
     Assumptions: a step takes only its forward and backward, and checkpoints cost no time.
 
+
     Args:
-        workload: Training job of one rank.
-        machine: Machine that trains.
         mtbf_s: Mean time between failures of the whole job, in seconds.
         restart_s: Seconds from a failure until training runs again.
 

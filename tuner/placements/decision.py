@@ -44,11 +44,11 @@ NEAR = 1.05  # factor on the time of the best subgroup size's first plan. Slower
 FEW_STEPS = 4  # micro-batches. Longer steps take longer to simulate, so that fewer subgroup sizes are compared
 LONG_OPS = 60_000  # ops of an iteration. Above, a full answer tries only the subgroup sizes of a quick answer
 GLANCED = 1.02  # as NEAR, for a quick answer
-GLANCE = 250  # evaluations of a quick answer
-GLANCED_OPS = 1_500_000  # largest product of a quick answer's evaluations and the ops of an iteration
+GLANCE = 800  # evaluations of a quick answer
+GLIMPSE = 150  # evaluations at each subgroup size, which show the size that leads to the best plan
+GLANCED_OPS = 8_000_000  # simulated ops of the evaluations of a quick answer (`Search.affordable`)
 MERGED = (4, 2)  # numbers of neighboring subgroups that are first planned as one, if the subgroup size is fixed
-# Evenly spread plans from each start, and largest product of them and the ops of an iteration.
-DESCENT, DESCENT_OPS = 100, 500_000
+DESCENT, DESCENT_OPS = 100, 1_200_000  # evenly spread plans from each start, and most simulated ops of them
 AT_FIRST, AT_LAST = 0.2, 0.9  # fractions of the evaluations for each finalist, and for the best of them
 
 
@@ -265,7 +265,7 @@ def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = 
     if question.offload_parameters:
         free_parameters(finalists[0], _changes(finalists[0]))
     for search in finalists:
-        anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops))
+        anneal(search, min(GLANCE, search.affordable(GLANCED_OPS)))
     return _decided(question, _largest_of_the_best(finalists))
 
 
@@ -306,6 +306,7 @@ def _searches(question: Question, progress: Told, found: _Found, *, last: bool =
             searches[number] = question.search(cuts[number], found.bounds)
             if searches[number].fits and question.effort > SKETCH:
                 follow(searches[number], coarser)
+                anneal(searches[number], min(GLIMPSE, searches[number].affordable(GLANCED_OPS // 8)))
         return searches[number].best_s
 
     if question.running is not None or (question.effort > QUICK and not _long(searches)):
@@ -378,7 +379,7 @@ def follow(search: Search, coarser: Sequence[Search]) -> None:
 
 
 def _changes(search: Search) -> int:
-    return min(DESCENT, DESCENT_OPS // search.most_ops)
+    return min(DESCENT, search.affordable(DESCENT_OPS))
 
 
 def improve(search: Search, effort: float) -> None:

@@ -26,12 +26,9 @@ from ebbtide.tuner.placements.memory import ImpossibleError
 class Fit:
     """The division of a model's parameters among placements that leaves the most room in the fullest memory.
 
-    A placement is the memory in which the optimizer state of parameters lives and is updated.
-
     Attributes:
         device_peak_bytes: Peak of GPU memory in bytes.
         host_peak_bytes: Peak of host memory in bytes.
-        storage_bytes: Bytes on storage.
         shares: Dict from a pair of placement and location of the 16-bit parameters to the fraction of the parameters.
     """
 
@@ -104,14 +101,6 @@ class _Program:
     totals: Any
 
     def solved(self, costs: list[float], room: list[list[float]], least: float | None) -> Any:
-        """Solve the program for the least cost. Return scipy's result, with the unknowns in ``x``.
-
-        Args:
-            costs: Cost per byte of each kind of missing room.
-            room: For each limited memory, a row with one number per kind of missing room: 1 if this room is added to
-                the memory's limit, otherwise 0.
-            least: Lower limit of the missing room. None: it may be negative, so that free room counts.
-        """
         from scipy.optimize import linprog
 
         none = [0.0] * len(room[0])
@@ -155,12 +144,7 @@ def _base(workload: Workload) -> float:
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
-    """Raise an error if a training job cannot fit into the allowed memory under any plan. Only bytes are added up, and
-    nothing is simulated.
-
-    Raises:
-        ImpossibleError: The bytes do not fit, no matter how they are divided among the memories.
-    """
+    """Raise an error if a training job cannot fit into the allowed memory under any plan."""
     least = roomiest(workload, machine, limits)
     if limits.missing_bytes(least):
         raise ImpossibleError.explain(workload, limits, [least])

@@ -41,11 +41,9 @@ def begun(
     them fits, it tries plans with parameters in host memory. If drives are given and the job uses ZeRO-3, a second
     search then tries plans with optimizer state on drives, and the search with the faster plan is returned.
 
+
     Args:
-        workload: Training job of one rank.
-        machine: Machine that trains.
         limits: Memory and storage that plans may use.
-        seed: Seed of the search.
         freely: True if parameters may move to host memory even if a plan fits without that.
         effort: Fraction of a full search's evaluations.
         bounds: Lower bounds of the iteration time that searches for the same job with other subgroup sizes have
@@ -128,12 +126,6 @@ def brought(search: Search, made: Plan) -> list[str]:
 
 
 def _fewest(search: Search, count: int) -> int:
-    """Return the smallest number of subgroups that must keep their 16-bit parameters in host memory, so
-    that a plan with CPU updates fits.
-
-    The plan stores optimizer state on a drive if a drive is allowed. If no number of subgroups is
-    enough, return the number of all subgroups.
-    """
     return bisect_left(range(count), True, 1, key=lambda away: _hold(search, count, away))
 
 

@@ -51,7 +51,6 @@ class ImpossibleError(RuleError):
 
 
 def _logits(workload: Workload, lacking: int) -> list[str]:
-    """Return a text on the memory of the logits, if a loss without whole logits saves the missing GPU memory."""
     job = workload.job
     if job is None or job.fused_loss or not lacking:
         return []
@@ -61,7 +60,6 @@ def _logits(workload: Workload, lacking: int) -> list[str]:
 
 
 def _short(name: str, lacking: int, taken: int, ranks: int) -> str:
-    """Return a sentence about a memory that is too small. Host memory and storage are told for all ranks of a node."""
     whose = ""
     if name != "GPU memory" and ranks > 1:
         lacking, taken, whose = lacking * ranks, taken * ranks, f" by the {ranks} ranks of a machine together"

@@ -146,7 +146,6 @@ def plan(
 
 
 def _robust_choice(search: Search, fastest: Candidate) -> Candidate:
-    """Return, among the fastest plans, the one with the least upper end of the interval around its predicted time."""
     fitting = [c for c, score in search.scores.items() if math.isfinite(score.iteration_s)]
     finalists = sorted(fitting, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
 
@@ -158,11 +157,7 @@ def _robust_choice(search: Search, fastest: Candidate) -> Candidate:
 
 
 def plan_of(found: Decision, **fields: Any) -> Plan:
-    """Convert the decision for a training job into a plan, with its predicted iteration.
-
-    Args:
-        fields: Further fields of the plan's file.
-    """
+    """Convert the decision for a training job into a plan, with its predicted iteration."""
     search = found.search
     made = found.chosen.plan(search.workload, **found.folders, **fields)
     prediction = predict(
@@ -183,8 +178,8 @@ def predict(
     """Return the simulated iteration under a plan as a prediction, with an interval that follows from the spread of the
     machine's rates. If the plan has a checkpoint interval, the prediction has the stall of training for a checkpoint.
 
+
     Args:
-        machine: Machine with rates and their spread.
         lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
         sweep: Predictor for the job with the plan's subgroups. If None, a new one is made.
 
@@ -227,11 +222,7 @@ def predict(
 
 
 def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a copy of a plan with a new prediction, made for another profile of the workload or of the machine.
-
-    Raises:
-        PlanError: The workload has another number of subgroups than the plan.
-    """
+    """Return a copy of a plan with a new prediction, made for another profile of the workload or of the machine."""
     search = Search(workload.cut_as(made), machine, Limits.of(workload, machine), seed=0)
     prediction = predict(workload, machine, made, search.limits, search.bound.iteration_s, sweep=search.sweep)
     return _explained(made.model_copy(update={"prediction": prediction}), search, stock=workload)

@@ -71,10 +71,8 @@ class Room:
         return self.limits.hold(*self.taken(c.codes, c.staging_slots, c.host_slots))
 
     def taken(self, codes: Codes, slots: int, host_slots: int) -> tuple[int, int, int]:
-        """Return a tuple with the peaks in bytes of GPU memory, host memory and storage under a plan,
-        computed without a simulation.
-
-        The peak of GPU memory is at the end of forward, when GPU memory holds all activations.
+        """Return a tuple with the peaks in bytes of GPU memory, host memory and storage under a plan, computed without
+        a simulation.
         """
         held = self._sweep.held_under(codes, slots, host_slots)
         return held["device"] + self._device_bytes(codes), held["host"], held["storage"]

@@ -27,27 +27,28 @@ COARSE = 0.06
 FEW, MANY = 60, 100  # most changes in a descent
 SHARES = (0.25, 0.5, 1.0)  # shares of the subgroups that could move their parameters to host memory
 FREED = SHARES[:2]  # if all parameters could stay on the GPU
-WORTH = 0.99  # factor on the time with all parameters on the GPU that a plan must beat
+# Factors on the time with all parameters on the GPU that a plan must beat, while training runs and before.
+WORTH, WORTH_FREEING = 0.99, 0.998
 MOST_SLOTS = 16  # buffers in host memory for stored subgroups
 LAST_STEP = 0.5  # smallest step, in subgroups
 FEWER_LOCATIONS = 0.2
 MOST_SPREAD = 256  # most cached mixtures. Many changes leave the mixture as it is
 
 
-def spread(sizes: Sequence[int], shares: Mapping[Placement, float]) -> list[Placement]:
+def spread(sizes: Sequence[int], shares: Mapping[Placement, float], *, mixed: bool = False) -> list[Placement]:
     """Return a placement for each subgroup, so that each placement has its share of the elements.
 
-    Subgroups that stay on the GPU come first. The other placements are interleaved.
+    Subgroups that stay on the GPU come first, unless all are to be ``mixed``. The other placements are interleaved.
     """
     there = tuple((p, shares[p]) for p in PLACEMENTS if shares.get(p, 0.0) > 0.0)
-    return [*_spread(tuple(sizes), there)]
+    return [*_spread(tuple(sizes), there, mixed)]
 
 
 @lru_cache(MOST_SPREAD)
-def _spread(sizes: tuple[int, ...], some: tuple[tuple[Placement, float], ...]) -> tuple[Placement, ...]:
+def _spread(sizes: tuple[int, ...], some: tuple[tuple[Placement, float], ...], mixed: bool) -> tuple[Placement, ...]:
     shares, total, placements = dict(some), sum(sizes), list[Placement]()
     there = [*shares]
-    stay = [p for p in there if RECIPES[p].state == "device"]
+    stay = [p for p in there if RECIPES[p].state == "device" and not mixed]
     moving = [p for p in there if p not in stay]
     left = {p: shares[p] * total for p in there}
     whole = sum(shares[p] for p in moving) or 1.0
@@ -91,6 +92,7 @@ class Shares:
         slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
         host_slots: Number of buffers in host memory for subgroups with optimizer state on a drive.
         locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
+        mixed: True if subgroups that stay on the GPU are spread over the model like the others, and do not come first.
     """
 
     of: Mapping[Placement, float]
@@ -99,6 +101,7 @@ class Shares:
     slots: int
     host_slots: int
     locations: tuple[ParameterLocation, ...]
+    mixed: bool = False
 
     @classmethod
     def from_plan(cls, search: Search, c: Candidate) -> "Shares":
@@ -128,7 +131,7 @@ class Shares:
 
     def plan(self, search: Search) -> Candidate:
         sizes = [n for s, n in enumerate(search.workload.subgroups) if s not in self.large]
-        placements = spread(sizes, self.of)
+        placements = spread(sizes, self.of, mixed=self.mixed)
         for subgroup, placement in sorted(self.large.items()):
             placements.insert(subgroup, placement)
         slots = max(1, min(self.slots, sum(p in STAGED for p in placements)))
@@ -158,6 +161,7 @@ class Shares:
             self.slots,
             self.host_slots,
             self.locations,
+            self.mixed,
         )
         if described not in search.spread_plans:  # several descents reach the same plans
             search.spread_plans[described] = self.plan(search)
@@ -176,6 +180,8 @@ class Shares:
         """
         moves = [*self._moved(step, search)]
         yield from moves
+        if self.of.get("resident", 0.0) > 0.0:
+            yield replace(self, mixed=not self.mixed)
         if search.early:
             for placement in EARLY_PLACEMENTS:
                 now = self.early.get(placement, 0.0)
@@ -257,7 +263,7 @@ def descend(search: Search, most: int, *, near: bool = False) -> None:
 
 
 def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
-    """Allow a plan search to move 16-bit parameters to host memory, if this makes its best plan at least 1% faster.
+    """Allow a plan search to move 16-bit parameters to host memory, if this makes its best plan at least 0.2% faster.
 
     Only plans with evenly spread placements are compared. The function needs ZeRO-3, and a GPU with its own memory.
 
@@ -272,7 +278,7 @@ def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
     if now is None or (moved and not again) or not search.can_move_parameters:
         return
     before_s, count = now.seconds(search), len(search.workload.subgroups)
-    worth_s = before_s if moved else WORTH * before_s
+    worth_s = before_s if moved else WORTH_FREEING * before_s
     if search.floor_s() >= worth_s:
         return
     starts = [

@@ -25,10 +25,9 @@ LITTLE = 5e-4  # share of an iteration. Early updates and on-device sums that sa
 
 
 def try_early(search: Search) -> None:
-    """Try plans with early updates (before the gradient norm is known) in a plan search.
+    """Try plans with early updates in a plan search.
 
-    Early updates are added to the best plans without early updates, and to variants of these plans that
-    leave more memory free. Early updates of more or fewer subgroups are also tried.
+    Early updates of more or fewer subgroups are also tried.
     """
     if not (search.early and search.fits):
         return
@@ -54,13 +53,6 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _spread(search: Search) -> None:
-    """Simulate variants of a search's best plan that differ in their early CPU updates, and add the results to the
-    search's scores.
-
-    An early update starts before the gradient norm is known. A variant spreads ``k`` early updates evenly over the
-    last ``n`` subgroups that the CPU updates. Variants differ in ``k``, which is at most that of the best plan, and
-    in ``n``.
-    """
     best = search.ordered(search.best())
     able = able_early(best, "host").tolist()
     early = [s for s in able if best.ways[s] & EARLY]

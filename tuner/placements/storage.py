@@ -42,10 +42,7 @@ def with_storage(
 
 
 def room(machine: Machine, storage: Mapping[str, int]) -> int:
-    """Return how many bytes of optimizer state fit into storage directories of the given sizes.
-
-    Every plan gives each directory a fixed share of the state, so a small directory limits the total.
-    """
+    """Return how many bytes of optimizer state fit into storage directories of the given sizes."""
     part = _shares(machine, storage)
     return int(min(size / part[name] for name, size in storage.items()))
 

@@ -22,7 +22,7 @@ from ebbtide.simulator.analysis.goodput import (
 )
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.templates import Templates
-from ebbtide.simulator.analysis.what_if import evaluate, grid, named, usual_strategies
+from ebbtide.simulator.analysis.what_if import evaluate, grid, named, usual_strategies, with_shared_plans
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.limits import Limits
@@ -343,15 +343,16 @@ def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     strategies = named(request.strategies, workload) if request.strategies else usual_strategies(workload)
     points = list(grid(machine, strategies, request.gpu_memory_bytes, changes))
-    rows, planner = [], partial(quick_or_roomiest, **freedom(request))
+    found, planner = [], partial(quick_or_roomiest, **freedom(request))
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
         try:
-            row = evaluate(workload, machine, point, planner)
+            found.append(evaluate(workload, machine, point, planner))
         except RuleError as error:
             inside = f"changes.{error.key}" if error.key in changes else error.key
             raise RuleError(str(error), inside) from None
-        rows.append({key: _finite(value) for key, value in row.items()})
+    told = with_shared_plans(workload, machine, points, found)
+    rows = [{key: _finite(value) for key, value in row.items()} for row in told]
     return _csv(rows) if request.format == "csv" else {"rows": rows}
 
 

@@ -109,11 +109,6 @@ def _health(app: FastAPI, service: Service) -> None:
 
 
 def _unknown(app: FastAPI) -> None:
-    """Add the responses to requests for unknown routes: status 405 if only the method is wrong, and otherwise 404.
-
-    The response with status 405 names the methods that the path has.
-    """
-
     @app.api_route(API + "/{path:path}", methods=METHODS, include_in_schema=False)
     async def unknown(request: Request) -> Response:
         known = ((compile_path(path)[0], methods) for path, methods in app.openapi()["paths"].items())
@@ -149,10 +144,8 @@ def problem(status: int, *errors: dict[str, Any], **headers: str) -> JSONRespons
 
 
 def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
-    """Return an entry for the planning service's error response: the key, the violated rule and the sent value.
-
-    The value is shortened text, so that nothing harmful is sent back.
-    """
+    """Return an entry for the planning service's error response: the key, the violated rule and the sent value."""
+    # The value is shortened text, so that nothing harmful is sent back.
     return Broken(key, rule, None if value is None else shortened(value))._asdict()
 
 
@@ -321,11 +314,6 @@ def _constant(name: str) -> float:
 
 
 def _check_json(body: bytes) -> Any:
-    """Parse the JSON body of a request to the planning service, and return the parsed value.
-
-    Raises:
-        Refusal: The body is not valid JSON, has NaN, infinity or deep nesting, or has invalid Unicode.
-    """
     try:
         sent = json.loads(body, parse_constant=_constant)
         json.dumps(sent, ensure_ascii=False).encode()

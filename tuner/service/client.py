@@ -45,11 +45,7 @@ def call(server: str, path: str, body: Any = None, timeout_s: float = 240.0) -> 
 
 
 def push_machine(server: str, machine: Machine, replace: bool) -> None:
-    """Upload a measured machine to the planning server, which stores the machine under its name.
-
-    Raises:
-        ServiceError: Another machine has the name, and ``replace`` is false.
-    """
+    """Upload a measured machine to the planning server, which stores the machine under its name."""
     call(server, "/machines?replace=true" if replace else "/machines", machine.model_dump(mode="json"))
 
 

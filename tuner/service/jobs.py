@@ -96,10 +96,8 @@ class Jobs:
         return recovered
 
     async def stop(self) -> None:
-        """Stop all running background jobs of the planning service, because the server ends.
-
-        On disk the jobs stay ``running``, so that the next server starts them again.
-        """
+        """Stop all running background jobs of the planning service, because the server ends."""
+        # On disk the jobs stay ``running``, so that the next server starts them again.
         for task in (*self._tasks, *self._running.values()):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
@@ -130,9 +128,7 @@ class Jobs:
         return stopped
 
     def state(self, job: str) -> dict[str, Any] | None:
-        """Return the stored state of a background job, or None if the job is unknown. For a running job,
-        the state includes the progress.
-        """
+        """Return the stored state of a background job, or None if the job is unknown."""
         stored = self._store.job(job)
         live = self._progress.get(job)
         return {**stored, **live} if stored and live and stored["state"] == "running" else stored
@@ -192,9 +188,6 @@ class Jobs:
 
 
 async def _kept(write: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of the planning service's database, and try again as long as the database cannot be used, for
-    example because the disk is full or the file is damaged.
-    """
     while True:
         try:
             return await asyncio.to_thread(write, *arguments)

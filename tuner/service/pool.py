@@ -22,11 +22,7 @@ OnProgress = Callable[[dict[str, Any]], None]
 
 
 class InvalidError(RuleError):
-    """An error: a request breaks rules of the planning service.
-
-    Attributes:
-        rows: All rules that the request breaks.
-    """
+    """An error: a request breaks rules of the planning service."""
 
     def __init__(self, rule: str, key: str = "", rows: Sequence[Broken] = ()) -> None:
         super().__init__(rule, key)
@@ -104,8 +100,8 @@ class Worker:
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
         """Send a request to this worker process of the planning service, and wait for the result.
 
+
         Args:
-            on_progress: Called with each report of progress.
             result_bytes: Largest size of the result in bytes.
 
         Raises:
@@ -195,8 +191,6 @@ class Lane:
         If the caller is cancelled (because a client has left or a background job was stopped), the worker process is
         killed. In a queue marked as patient, the worker process finishes its work instead.
 
-        Args:
-            on_progress: Called with each report of progress.
 
         Raises:
             BusyError: Too many requests already wait.
@@ -321,9 +315,8 @@ class Pool:
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
         """Return the planning service's result for a request, from the cache or from a worker process.
 
+
         Args:
-            name: Kind of the request.
-            body: Fields of the request.
             light: True for the queue of light requests, False for the queue of heavy ones.
 
         Raises:

@@ -16,10 +16,10 @@ class Quota:
 
     A light request has few simulated operations and is answered quickly. Heavy requests and jobs run at low priority.
 
+
     Attributes:
         body_bytes: Size of a request without a timeline.
         run_bytes: Size of a request with a timeline.
-        result_bytes: Size of a result.
         light_ops: Number of simulated operations up to which a request is light.
         heavy_ops: Number of operations that one simulation may have. All simulations of a request together may have
             40 times as many.
@@ -41,8 +41,6 @@ class Quota:
         run_keep_s: Age at which uploaded training runs are deleted.
         kept_rows: Largest number of finished jobs that are kept, and also the largest number of training runs that
             are kept.
-        streams: Number of open event streams.
-        connections: Number of concurrent connections.
         head_s: Time in which a client must send a request's head.
         body_s: Time in which a client must send a request's body.
         cache_bytes: Size of all cached results together.
@@ -76,9 +74,7 @@ class Quota:
 
 
 def estimated_ops(scenario: Scenario) -> int:
-    """Return an estimate of the number of operations in one simulation of a request's training job. Nothing
-    is simulated.
-    """
+    """Return an estimate of the number of operations in one simulation of a request's training job."""
     fixed, each, micro = _ops(scenario)
     return fixed + each * micro
 
@@ -142,10 +138,9 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
     """Return True if the simulations of a request are few enough for the planning service's queue of light requests.
 
+
     Args:
         ops: Number of operations in one simulation.
-        simulations: Number of simulations.
-        quota: Limits of the service.
 
     Raises:
         ValueError: The simulations are more than the service allows for one request.

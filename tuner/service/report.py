@@ -123,7 +123,6 @@ def trace(call: Planned, progress: Told) -> dict[str, Any]:
 
 
 def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
-    """Return two simulated timelines of a training job: with DeepSpeed alone, and under a plan."""
     # Loads the compiled simulator, which the server itself never needs.
     from ebbtide.tuner.answer.alone import Alone
     from ebbtide.tuner.answer.rows import stock_row

@@ -36,10 +36,7 @@ class Service:
 
     @property
     def shown_machine(self) -> str:
-        """Return the name of the machine that the planning server was started with, or an empty string.
-
-        No uploaded machine can have this name.
-        """
+        """Return the name of the machine that the planning server was started with, or an empty string."""
         machine = self.examples.get("machine")
         return f"{machine.name} ({self.examples.get('kind', 'shown')})" if machine else ""
 

@@ -126,7 +126,7 @@ def _machines(router: APIRouter, service: Service, names: Names) -> None:
 
     @router.delete("/machines/{name}")
     async def forget_machine(name: ask.Name) -> told.Named:
-        """Remove an uploaded machine. Presets and the machine that the server was started with cannot be removed."""
+        # Presets and the machine that the server was started with cannot be removed.
         if not await asyncio.to_thread(service.store.forget, "machines", name):
             raise HTTPException(404, f"machine must be the name of an uploaded machine profile, but got {name!r}")
         return told.Named(name=name)
@@ -294,10 +294,6 @@ def _job(router: APIRouter, service: Service) -> None:
 
     @router.delete("/jobs/{job}")
     async def cancel(job: Id, forget: bool = False) -> told.JobState:
-        """Cancel a background job that waits or runs. A job that has ended stays as it is.
-
-        With ``forget``, a job that has ended is removed with its result.
-        """
         state = told.JobState(**_known(service.store.job(job), "job"))
         if not forget:
             await service.jobs.cancel(job)
@@ -432,7 +428,6 @@ def _runs(router: APIRouter, service: Service, names: Names) -> None:
 
     @router.delete("/runs/{run}")
     async def forget_run(run: Id) -> told.Identified:
-        """Remove an uploaded training run from the planning server."""
         _known(await asyncio.to_thread(service.store.forget, "runs", run) or None, "run")
         await service.feed.tell("gone", {"id": run})
         return told.Identified(id=run)

@@ -272,10 +272,7 @@ class Store:
         return kept.rowcount == 1 or self.machine(name) == machine
 
     def machine(self, name: str) -> str | None:
-        """Return the stored JSON text of an uploaded machine, or None if no machine of this name is stored.
-
-        Another version of ebbtide may have written the text, so this version may be unable to read it.
-        """
+        """Return the stored JSON text of an uploaded machine, or None if no machine of this name is stored."""
         row = self._row("SELECT machine FROM machines WHERE name = ?", name)
         return None if row is None else str(row[0])
 

@@ -13,10 +13,9 @@ from ebbtide.tuner.verify.run import MASTER, Run, Tensor
 class Difference:
     """A quantity (a loss, norm, rate or tensor) that differs between two training runs after the same step.
 
+
     Attributes:
-        step: Number of the optimizer step.
         name: A loss, ``gradient norm``, a learning rate, a parameter, or its fp32 master (``NAME/fp32``).
-        ours: Value of a scalar, or norm of a tensor, in the first run.
         theirs: Value of the scalar, or norm of the tensor, in the second run.
         relative: For a scalar, the difference divided by the larger value. For a tensor, the distance divided by
             the distance that updates have moved the tensor so far, or by its norm if they have not moved it.
@@ -34,11 +33,7 @@ class Difference:
 
 
 def differences(run: Run, other: Run, step: int) -> list[Difference]:
-    """Return a list of all quantities that differ between two training runs after one step, causes before effects.
-
-    The order is losses, gradient norm, learning rates, fp32 masters, parameters. Among masters, and among parameters,
-    the largest difference comes first.
-    """
+    """Return a list of all quantities that differ between two training runs after one step, causes before effects."""
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
     return [*scalars, *tensors]

@@ -61,9 +61,7 @@ class Side:
 
     @property
     def how(self) -> str:
-        """Return a phrase that says how ``tune verify`` ran the training command, for error messages. An example is
-        ``as it is`` in "as it is it failed with exit code 1".
-        """
+        """Return a phrase that says how ``tune verify`` ran the training command, for error messages."""
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
 
@@ -106,7 +104,6 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
 
 
 def _ended(command: Sequence[str], job: Mapping[str, object], output: Path) -> tuple[int, str]:
-    """Run a training command until it ends, with its output written to a file. Return its exit code and the output."""
     from ebbtide.runtime.hardware.launcher import only_rank
 
     with output.open("w", encoding="utf-8") as to:

@@ -23,10 +23,8 @@ MASTER = "/fp32"
 class Tensor:
     """A digest of one tensor in a training run, put together from the parts that the ranks hold.
 
+
     Attributes:
-        hash: Hash of all bits. Equal tensors have equal hashes.
-        not_finite: Number of infinities and NaNs.
-        norm: Norm of the finite elements.
         sketch: Short vector. The distance of two sketches is about the distance of the tensors.
         copies_agree: True if ranks that hold the same part of the tensor hold the same bits.
     """

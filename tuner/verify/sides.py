@@ -22,11 +22,10 @@ Verdict = Literal["identical", "different", "nondeterministic"]
 class Finding:
     """The result of comparing two recorded training runs in ``tune verify``.
 
+
     Attributes:
-        side: Name of the first run.
         against: Name of the second run.
         verdict: ``nondeterministic`` if two runs of the same command differ too.
-        steps: Number of compared steps.
         first: First difference. None if all bits agree.
         also: Number of other tensors that differ in the same step as ``first``.
         why: Sentences on possible causes of the difference.
@@ -45,8 +44,8 @@ class Finding:
 class Verification:
     """The result of ``tune verify``: the compared training runs and what was found.
 
+
     Attributes:
-        runs: Compared runs.
         findings: Result of comparing each run with the next, and last, if two runs of the same command differ, the
             result of comparing these.
         operations: Names of the operations that torch's warnings call nondeterministic.
@@ -140,7 +139,6 @@ def compare(run: Run, other: Run) -> Finding:
 
 
 def _why(run: Run, other: Run, found: Sequence[Difference]) -> Iterator[str]:
-    """Yield possible causes of the first difference, which ``found`` begins with. All earlier steps agree."""
     first = found[0]
     if first.step == 0:
         yield (

@@ -134,10 +134,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             self._job.wait()
 
     def finish(self) -> None:
-        """Wait until no checkpoint is being written, or until the writing of the checkpoint makes no more progress.
-
-        Raise no error.
-        """
+        """Wait until no checkpoint is being written, or until the writing of the checkpoint makes no more progress."""
         job = self._job
         if job is not None and not job.elsewhere:
             job.wait_while_moving(GRACE_S + 1.5 * OUTCOME_GRACE_S)
@@ -340,10 +337,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         """Do nothing when DeepSpeed announces a save, since `save_checkpoint` has already begun the checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder that DeepSpeed asks for, unless it is a folder of the checkpoint that is being saved.
-
-        The files of that checkpoint are written to a temporary folder, which the commit renames.
-        """
+        """Make a folder that DeepSpeed asks for, unless it is a folder of the checkpoint that is being saved."""
         if self._save is None or not self._save.covers(Path(path).absolute()):
             super().makedirs(path, exist_ok=exist_ok)
 
@@ -367,11 +361,9 @@ class LazyCheckpointEngine(CheckpointEngine):
             raise
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of a checkpoint's file, as ``torch.load`` would.
-
-        Where possible, a tensor is read directly into the model's or optimizer's own tensor, so that host
-        memory holds no second copy.
-        """
+        """Return the content of a checkpoint's file, as ``torch.load`` would."""
+        # Where possible, a tensor is read directly into the model's or optimizer's own tensor, so that host memory
+        # holds no second copy.
         return load_file(path, self._loading.into)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -379,10 +371,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         return True
 
     def is_decoupled(self) -> bool:
-        """Return True, so that DeepSpeed leaves the file ``latest`` and the commit of checkpoints to ebbtide.
-
-        DeepSpeed then also calls `cleanup` when it destroys the training engine.
-        """
+        """Return True, so that DeepSpeed leaves the file ``latest`` and the commit of checkpoints to ebbtide."""
+        # DeepSpeed then also calls `cleanup` when it destroys the training engine.
         return True
 
     def get_commit_info(self) -> None:
@@ -452,7 +442,6 @@ def _over(job: Job) -> None:
 
 
 def _by_an_error() -> bool:
-    """Return whether an error of the script ends this process."""
     if getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None:
         return True
     error = sys.exc_info()[1] if multiprocessing.parent_process() is not None else None

@@ -178,8 +178,6 @@ def _loads_plainly(module: torch.nn.Module) -> bool:
 
 
 def random_file(rank: int) -> str:
-    """Return the name of the checkpoint file with a rank's random generator states.
-
-    Such a file is needed because below ZeRO-3 DeepSpeed gives every rank the client_state of rank 0.
-    """
+    """Return the name of the checkpoint file with a rank's random generator states."""
+    # Such a file is needed because below ZeRO-3 DeepSpeed gives every rank the client_state of rank 0.
     return f"random_states_rank{rank:05d}.pt"

@@ -18,11 +18,9 @@ from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
 
 
 def committed_at(candidate: Committed) -> float:
-    """Return the Unix time in seconds at which a checkpoint was committed.
-
-    These times tell which of two checkpoints in different folders is newer. The checkpoints' numbers cannot tell,
-    because each folder numbers its own checkpoints.
-    """
+    """Return the Unix time in seconds at which a checkpoint was committed."""
+    # These times tell which of two checkpoints in different folders is newer. The checkpoints' numbers cannot tell,
+    # because each folder numbers its own checkpoints.
     return candidate.manifest.committed_unix_s
 
 
@@ -54,12 +52,7 @@ class Resumption:
     """
 
     def __init__(self, peers: Peers, stored_problem: Callable[[Path], str] = lambda _: "") -> None:
-        """Create the object. Nothing is read yet.
-
-        Args:
-            stored_problem: Function that takes a checkpoint's folder and returns the reason why this rank cannot load
-                the checkpoint's optimizer state from drives, or an empty string.
-        """
+        """Create the object. Nothing is read yet."""
         self._peers, self._stored_problem = peers, stored_problem
         self._needed: Callable[[str], bool] = lambda _: True
 

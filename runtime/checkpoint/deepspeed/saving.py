@@ -76,10 +76,7 @@ class Save:
         self.commit = Commit(attempt, self._files, means.plan.deadline_s)
 
     def covers(self, path: Path) -> bool:
-        """Return whether a path is inside the checkpoint being saved.
-
-        Give the path with the folder's final name, also while the folder still has a temporary one.
-        """
+        """Return whether a path is inside the checkpoint being saved."""
         return path.is_relative_to(self.attempt.target)
 
     def add(self, state_dict: Any, path: Path) -> None:

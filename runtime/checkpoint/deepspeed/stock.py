@@ -46,9 +46,8 @@ class StockState:
         return [p for group in inner.param_groups for p in group["params"]]
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``optimizer.step``. If a checkpoint is in progress, first wait until it has read or copied the state that
-        the step overwrites.
-        """
+        """Run ``optimizer.step``."""
+        # If a checkpoint is in progress, first wait until it has read or copied the state that the step overwrites.
         for subgroup in range(self._count):
             self._live.before_update(subgroup)
         return original(*args, **kwargs)

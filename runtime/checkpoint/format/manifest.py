@@ -129,10 +129,7 @@ PageT = TypeVar("PageT", bound=Page)
 
 
 def dump(page: Page) -> bytes:
-    """Return the bytes of the file for a manifest or another `Page`: the JSON text, then its hash.
-
-    Pages with equal fields always give equal bytes.
-    """
+    """Return the bytes of the file for a manifest or another `Page`: the JSON text, then its hash."""
     body = page.model_dump_json()
     return f'{{"body":{body},"xxh3_128":"{block_hash(body.encode())}"}}\n'.encode()
 

@@ -121,10 +121,8 @@ def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Return a writable buffer over ``size_bytes`` bytes of host memory at ``address``.
-
-    The caller must keep the memory alive.
-    """
+    """Return a writable buffer over ``size_bytes`` bytes of host memory at ``address``."""
+    # The caller must keep the memory alive.
     return (ctypes.c_char * size_bytes).from_address(address)
 
 

@@ -21,14 +21,8 @@ def tell() -> None:
 
 
 def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
-    """Return the monotonic time in seconds at which a checkpoint's wait for other ranks must end.
-
-    After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills this process.
-
-    Args:
-        begin_s, end_s: Begin of the wait, and its end if there is no SIGTERM.
-        extra_s: Seconds added to the grace period after SIGTERM.
-    """
+    """Return the monotonic time in seconds at which a checkpoint's wait for other ranks must end."""
+    # After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills this process.
     if not sigterm_came.is_set():
         return end_s
     return min(end_s, max(begin_s, _came_s) + GRACE_S + extra_s)

@@ -16,10 +16,8 @@ LEASES = 3  # after this many intervals without renewal, the owner of a note cou
 
 
 def owner() -> dict[str, Any]:
-    """Return the identity of this process, including its start time.
-
-    The start time is needed because another process may have the same process id after a container's restart.
-    """
+    """Return the identity of this process, including its start time."""
+    # The start time is needed because another process may have the same process id after a container's restart.
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
@@ -31,11 +29,7 @@ def _started(pid: int) -> str:
 
 
 def lives(who: dict[str, Any], path: Path) -> bool:
-    """Return whether the process that wrote a note in a checkpoint folder may still be running.
-
-    Args:
-        who: The process as `owner` described it in the note.
-    """
+    """Return whether the process that wrote a note in a checkpoint folder may still be running."""
     if who.get("host") != socket.gethostname():
         return _is_renewed(path)
     started = _started(int(who.get("pid", 0)))

@@ -22,11 +22,9 @@ class Committed:
 
 
 def committed(save_dir: Path) -> list[Committed]:
-    """Return the committed checkpoints of a folder, newest first.
-
-    Checkpoints with damaged manifests (see `damaged`), and checkpoints whose folders were renamed (see
-    `renamed`), are left out.
-    """
+    """Return the committed checkpoints of a folder, newest first."""
+    # Checkpoints with damaged manifests (see `damaged`), and checkpoints whose folders were renamed (see `renamed`),
+    # are left out.
     result = [c for c in _whole(save_dir) if c.manifest.tag == c.folder.name]
     return sorted(result, key=lambda c: c.manifest.sequence, reverse=True)
 
@@ -117,10 +115,8 @@ def _delete(folder: Path, files: Files) -> bool:
 
 
 def newest_beside(directory: Path) -> Path | None:
-    """Return the folder next to ``directory`` that contains the newest committed checkpoint, or None if there is none.
-
-    A folder is searched if its name differs from the name of ``directory`` only in numbers, such as ``checkpoint-500``
-    next to ``checkpoint-1000``. ``directory`` itself is not searched.
+    """Return the folder next to ``directory`` that contains the newest committed checkpoint, or None if there
+    is none.
     """
     result = [c for folder in siblings(directory) for c in committed(folder)]
     newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)

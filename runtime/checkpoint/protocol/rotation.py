@@ -53,9 +53,8 @@ class Note:
         self.failed = False  # True if the save failed. The note then stays in the incomplete folder: see `settle`
 
     def write(self) -> None:
-        """Write a file to the checkpoint's folder to note that a checkpoint is being saved there. Do not wait for the
-        disk.
-        """
+        """Write a file to the checkpoint's folder to note that a checkpoint is being saved there."""
+        # Do not wait for the disk.
         if not self.make_folder():
             self._write_to(self._path)
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
@@ -101,10 +100,7 @@ class Note:
         self._files.rename(whole, path)
 
     def await_trainer(self) -> None:
-        """Mark a checkpoint folder as one that a transformers Trainer makes.
-
-        It counts as complete only once it has the last file that the Trainer writes. Call this method before `write`.
-        """
+        """Mark a checkpoint folder as one that a transformers Trainer makes."""
         if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
             self._awaits = TRAINERS_LAST
 
@@ -151,10 +147,6 @@ class Note:
         """Move an older checkpoint to ``.ebbtide``, after a newer one has taken its path.
 
         `close` deletes the older checkpoint if the newer one was committed. Otherwise `close` moves the older one back.
-
-        Args:
-            folder: Folder that has the older checkpoint now.
-            origin: Path that the older checkpoint had, and the newer one has now.
         """
         temporary = self._path.parent / f".{KEPT}{self._nonce}_replaced"
         temporary.mkdir(parents=True)
@@ -188,10 +180,8 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """Return whether the file that marks a save as being in progress (the note) must stay on disk after the save.
-
-        The note stays if its folder has not become a complete checkpoint. The next run reads the note and then knows
-        that the folder is incomplete.
+        """Return whether the file that marks a save as being in progress (the note) must stay on disk after the
+        save.
         """
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))
@@ -208,10 +198,8 @@ class Note:
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
-    """Return the folders with hard links to the files of deleted checkpoints, from which these can be restored.
-
-    A folder is left out if a restoration of its checkpoint was interrupted.
-    """
+    """Return the folders with hard links to the files of deleted checkpoints, from which these can be restored."""
+    # A folder is left out if a restoration of its checkpoint was interrupted.
     places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
     return sorted(place for place in places if (place / "where.json").exists())
 
@@ -242,11 +230,8 @@ def _origin(save_dir: Path, place: Path) -> Path:
 
 
 def settle(save_dir: Path) -> None:
-    """Clean up a folder of checkpoints after a crash: restore those that were deleted during a save which
-    was never committed.
-
-    Return immediately if there is nothing to do. Ranks may call it concurrently: the first one does the
-    work, the others wait.
+    """Clean up a folder of checkpoints after a crash: restore those that were deleted during a save which was never
+    committed.
     """
     with _alone(save_dir / NOTES) as notes:
         if notes is not None:
@@ -254,11 +239,9 @@ def settle(save_dir: Path) -> None:
 
 
 def twin(directory: Path) -> Path:
-    """Return the hidden folder next to ``directory`` for checkpoints that a trainer deletes before its next save.
-
-    The checkpoints are kept there until the next save is committed. The folder is not inside ``directory``,
-    because trainers treat everything there as checkpoints.
-    """
+    """Return the hidden folder next to ``directory`` for checkpoints that a trainer deletes before its next save."""
+    # The checkpoints are kept there until the next save is committed. The folder is not inside ``directory``, because
+    # trainers treat everything there as checkpoints.
     directory = directory.absolute()
     return directory.with_name(f".{directory.name}.ebbtide")
 

@@ -113,10 +113,8 @@ class Job:
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether this process is a fork of the process that writes the checkpoint.
-
-        A fork has no writer threads, and must not wait for them.
-        """
+        """Return whether this process is a fork of the process that writes the checkpoint."""
+        # A fork has no writer threads, and must not wait for them.
         return self._pid != os.getpid()
 
     def _wait_for_the_parent(self, timeout_s: float | None) -> bool:

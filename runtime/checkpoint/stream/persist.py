@@ -93,10 +93,8 @@ class BlockWriter:
     def progress_s(self) -> float:
         """Return the time from which the deadline for writing the next block is counted, in seconds of the monotonic
         clock.
-
-        Two events start the deadline again: a block was written, or an update began to wait for a block. The result is
-        the time of the latest such event.
         """
+        # Two events start the deadline again: a block was written, or an update began to wait for a block.
         return self._progress_s
 
     def start(self) -> None:

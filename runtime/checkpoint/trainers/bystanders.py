@@ -96,10 +96,7 @@ def others_in_flight(job: Job) -> bool:
 
 @functools.cache
 def watch() -> None:
-    """Install the audit hook that notices when code of this process opens, lists or deletes files.
-
-    It is installed once per process, and costs one set lookup for each audit event of Python.
-    """
+    """Install the audit hook that notices when code of this process opens, lists or deletes files."""
     global watching
     sys.addaudithook(_heard)
     watching = True

@@ -23,10 +23,7 @@ _notes: dict[Path, Note] = {}  # keyed by the folder that contains the kept chec
 
 
 def remember(save_dir: Path) -> None:
-    """Record that this process has saved or loaded a checkpoint in a folder.
-
-    If a trainer then deletes such a checkpoint, its files are kept until the next checkpoint is committed.
-    """
+    """Record that this process has saved or loaded a checkpoint in a folder."""
     _used.add(Path(os.path.realpath(save_dir)))
 
 

@@ -15,11 +15,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import TRAINERS
 
 class Saving(Protocol):
     def finish(self) -> None:
-        """Wait until no checkpoint is in progress, or until the writing of a checkpoint makes no more progress. Raise
-        no error.
-
-        This method is called after SIGTERM, before the process ends.
-        """
+        """Wait until no checkpoint is in progress, or until the writing of a checkpoint makes no more progress."""
         ...
 
 

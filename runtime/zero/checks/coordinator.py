@@ -23,7 +23,6 @@ KNOWN = {"209c0251e291a139": "0.19.8"}
 
 @cache
 def _source() -> str:
-    """Return a digest of the DeepSpeed code whose work is done here in another way, without comments."""
     trees = [ast.dump(ast.parse(inspect.getsource(module))) for module in (stock, parameter_offload)]
     return hashlib.sha256("".join(trees).encode()).hexdigest()[:16]
 

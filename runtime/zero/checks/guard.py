@@ -114,10 +114,8 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(model: Any, config: Mapping[str, Any]) -> None:
-    """Check that a model is supported before DeepSpeed builds an engine from it, which takes minutes for a large model.
-
-    Raises:
-        ConfigError: The model has DeepSpeed's mixture-of-experts layers under ZeRO-1 or 2.
+    """Check that a model is supported before DeepSpeed builds an engine from it, which takes minutes for a
+    large model.
     """
     stage = at(as_deepspeed_reads(config), f"{ZERO}.stage") or 0
     if stage < 3 and hasattr(model, "modules") and private.has_experts(model):

@@ -133,21 +133,17 @@ def largest_of_ranks(values: Sequence[int], group: Any = None) -> torch.Tensor:
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Return whether the current backward is the last one before an optimizer step.
-
-    DeepSpeed has an attribute that tells this, and a method since 0.19.5.
-    """
+    """Return whether the current backward is the last one before an optimizer step."""
+    # DeepSpeed has an attribute that tells this, and a method since 0.19.5.
     boundary = optimizer.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
 
 def note_active(optimizer: Any, param: Any) -> None:
-    """Tell DeepSpeed that a parameter has received a gradient in the current optimizer step.
-
-    If the script decides when accumulation ends, DeepSpeed learns of the end only at step(). DeepSpeed then copies
-    summed gradients to the fp32 gradients that the update reads. It does so only for parameters that were reported in
-    this way. Older versions of DeepSpeed do not use such reports. With them, this function does nothing.
-    """
+    """Tell DeepSpeed that a parameter has received a gradient in the current optimizer step."""
+    # If the script decides when accumulation ends, DeepSpeed learns of the end only at step(). DeepSpeed then copies
+    # summed gradients to the fp32 gradients that the update reads. It does so only for parameters that were reported in
+    # this way. Older versions of DeepSpeed do not use such reports.
     active = getattr(optimizer, "_offload_boundary_param_ids", None)
     if active is not None:
         active.add(param.ds_id)
@@ -213,9 +209,6 @@ def group_norm(optimizer: Any, group: Iterable[Any], norms: Mapping[int, float])
 
     The sum is that of ``complete_grad_norm_calculation_for_cpu_offload``: in float64, in the order of the parameters.
     Only its root is computed in fp32. DeepSpeed marks an infinite or invalid norm by -1.
-
-    Args:
-        norms: Norm of each parameter's gradient, by the id of the parameter.
     """
     total = 0.0
     for param in group:
@@ -235,12 +228,9 @@ def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of the given reduced gradients lies in DeepSpeed's reduction bucket. Later gradients overwrite
-    such a gradient.
-
-    This happens if the bucket has a single parameter, because DeepSpeed then reduces the bucket in place. Otherwise the
-    reduced gradients are in new memory.
-    """
+    """Return whether any of the given reduced gradients lies in DeepSpeed's reduction bucket."""
+    # Later gradients overwrite such a gradient. This happens if the bucket has a single parameter, because DeepSpeed
+    # then reduces the bucket in place. Otherwise the reduced gradients are in new memory.
     buffers = (bucket.buffer for bucket in optimizer.ipg_buckets.values())
     taken = {b.untyped_storage().data_ptr() for b in buffers if b is not None}
     return any(p.untyped_storage().data_ptr() in taken for p in partitions)
@@ -269,11 +259,9 @@ def stands_in(param: Any) -> bool:
 
 
 def forget_read(param: Any) -> None:
-    """Remove a parameter from DeepSpeed's list of the running module's reads from other modules.
-
-    DeepSpeed adds a parameter to this list if it is not gathered when it is read. If DeepSpeed has already recorded the
-    order of modules, backward then fails with a "tracing error".
-    """
+    """Remove a parameter from DeepSpeed's list of the running module's reads from other modules."""
+    # DeepSpeed adds a parameter to this list if it is not gathered when it is read. If DeepSpeed has already recorded
+    # the order of modules, backward then fails with a "tracing error".
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     if FWD_MODULE_STACK:
@@ -282,10 +270,7 @@ def forget_read(param: Any) -> None:
 
 @contextmanager
 def tensors_for_training() -> Iterator[None]:
-    """Make tensors that backward can use, also inside ``torch.inference_mode()``.
-
-    An evaluation may gather small parameters, which stay gathered for the next training step.
-    """
+    """Make tensors that backward can use, also inside ``torch.inference_mode()``."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -379,10 +364,7 @@ def release_all(optimizer: Any, params: Iterable[Any]) -> None:
 
 
 def frees_only(optimizer: Any) -> bool:
-    """Return whether DeepSpeed only frees a gathered parameter's memory when it partitions the parameter again.
-
-    With ZeRO++ (``zero_hpz_partition_size``) it also keeps a secondary partition.
-    """
+    """Return whether DeepSpeed only frees a gathered parameter's memory when it partitions the parameter again."""
     return int(getattr(optimizer, "zero_hpz_partition_size", 1)) == 1
 
 
@@ -509,10 +491,7 @@ def is_swapped(param: Any) -> bool:
 
 
 def is_plain(param: Any) -> bool:
-    """Return True if a gather of a parameter uses the parameter's partition as it is.
-
-    Return False if the partition is quantized or on NVMe, or if there is a secondary partition (ZeRO++).
-    """
+    """Return True if a gather of a parameter uses the parameter's partition as it is."""
     held = param.ds_tensor
     quantized = hasattr(held, "ds_quant_scale")
     return param.ds_secondary_tensor is None and not quantized and not is_swapped(param)
@@ -525,11 +504,7 @@ def is_whole(param: Any) -> bool:
 
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-    """Make parameter gathers inside the ``with`` block read partitions from the given tensors, not from DeepSpeed's.
-
-    Args:
-        tensors: The tensor to read, by parameter.
-    """
+    """Make parameter gathers inside the ``with`` block read partitions from the given tensors, not from DeepSpeed's."""
     partitions = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))
@@ -586,10 +561,7 @@ def mark_in_flight(params: Iterable[Any]) -> None:
 
 
 def mark_partitioned(params: Iterable[Any]) -> None:
-    """Set DeepSpeed's status (``ds_status``) of parameters to partitioned. This undoes `mark_in_flight`.
-
-    `mark_in_flight` sets the status to "being gathered".
-    """
+    """Set DeepSpeed's status (``ds_status``) of parameters to partitioned. This undoes `mark_in_flight`."""
     for param in params:
         param.ds_status = _status().NOT_AVAILABLE
 

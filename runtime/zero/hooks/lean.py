@@ -29,12 +29,7 @@ class LeanHooks:
     def __init__(
         self, optimizer: Any, before: Callable[[list[Any]], None] | None, after: Callable[[], None] | None
     ) -> None:
-        """Create the hooks. `begin` puts them into their places.
-
-        Args:
-            before: Function to call with a module's parameters before they are fetched.
-            after: Function to call after a module's parameters have been fetched.
-        """
+        """Create the hooks. `begin` puts them into their places."""
         self._optimizer, self._before, self._after = optimizer, before, after
         self._hooks: ModuleHooks | None = None  # DeepSpeed's, while these are in their places
 
@@ -67,7 +62,6 @@ def _hooks(
     root: torch.nn.Module,
     releases: dict[torch.nn.Module, Hook],
 ) -> tuple[Hook, Hook]:
-    """Return the hooks before and after the forward of each module (see `Views` for why they are functions)."""
     stack = module_stack()
     entered, left = applied(_entered(coordinator)), applied(_left(coordinator))
 
@@ -107,7 +101,6 @@ def _hooks(
 
 
 def _may_hold_parameters(output: Any) -> bool:
-    """Return whether a module's output may be or hold a parameter, where DeepSpeed looks for one."""
     kind = type(output)
     if kind is torch.Tensor:
         return hasattr(output, "ds_param_alias")

@@ -105,11 +105,9 @@ class Blocks:
 class Problem:
     """The linear program for the lower bound of an iteration's time: its variables, and the data of its constraints.
 
-    A way of updating is a combination of placement, parameter location and flags (`Way`). All fractions are fractions
-    of the rank's parameter elements.
+    All fractions are fractions of the rank's parameter elements.
 
     Attributes:
-        given: The workload.
         work: The workload from which times are computed, the result of `serial` for ``given``: a ZeRO-3 workload with
             iterations that take no longer than those of ``given`` under any plan. A lower bound for ``work`` is
             therefore one for ``given`` too.
@@ -152,16 +150,10 @@ class Problem:
         self.early, self.kept = ({way: self.rows.new(shape[0]) for way in self.held} for _ in range(2))
 
     def mean(self, weight: float) -> list[Term]:
-        """Return the terms that one kind of step adds to the objective of the linear program.
-
-        The objective is the mean time of a step in seconds. Steps that clip gradients are one kind, and steps that do
-        not are the other. The first term is the time from the gradient norm to the end of the next forward pass. The
-        second term is the time for which the step's backward passes and its other forward passes wait for copies or
-        updates. The compute time of these passes is constant, so it is left out.
-
-        Args:
-            weight: Fraction of all steps that are of this kind.
-        """
+        """Return the terms that one kind of step adds to the objective of the linear program."""
+        # The first term is the time from the gradient norm to the end of the next forward pass. The second term is the
+        # time for which the step's backward passes and its other forward passes wait for copies or updates. The compute
+        # time of these passes is constant, so it is left out.
         return [(self.window, weight), (self.waited, weight)]
 
     @cached_property
@@ -169,10 +161,7 @@ class Problem:
         return list(dict.fromkeys(r for op in self.ops for r, seconds in op.seconds.items() if seconds))
 
     def used_by_passes(self, resource: Resource) -> bool:
-        """Return True if forward and backward leave nothing of a resource for other work while they run.
-
-        That is so for the GPU and, on a machine without a GPU, for the CPU cores.
-        """
+        """Return True if forward and backward leave nothing of a resource for other work while they run."""
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
@@ -187,9 +176,9 @@ class Problem:
         - A copy of state out of a buffer, if the state does not stay in the buffer until the next forward has ended.
           These copies only count if ``blocks`` are all blocks.
 
+
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
-            least: Moment of the step.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -211,10 +200,9 @@ class Problem:
 
         The copies bring parameters from host memory to the GPU, for forward and backward.
 
+
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that the copies use.
-            blocks: Blocks of layers with the parameters to copy.
-            times: Number of copies of each parameter: one number for all blocks, or one number for each block.
         """
         each = self.costs.fetch().get(resource, 0.0) * self.work.params
         for n, way in enumerate(self.ways):
@@ -225,8 +213,6 @@ class Problem:
 def every_element_is_updated_once(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: each parameter element of a
     block of layers is updated in exactly one way.
-
-    A way of updating is a combination of placement, parameter location and flags.
     """
     for columns, share in zip(p.x, p.blocks.share, strict=True):
         p.rows.equal(float(share), (columns, 1.0))
@@ -251,9 +237,6 @@ def buffers_hold_what_is_in_them(p: Problem) -> None:
 def the_window_has_a_forward(p: Problem) -> None:
     """Add a constraint to the linear program for the lower bound of an iteration's time: the window is at least as long
     as a forward and the idle time of pipeline parallelism together.
-
-    The window is the time from the gradient norm to the end of the next forward. The forward and the idle time both
-    follow the norm. They take place one after the other on the GPU's lane (queue of ops).
     """
     p.rows.at_most(-p.forward_s - p.work.pipeline_idle_s, (p.window, -1.0), name="training loop")
 

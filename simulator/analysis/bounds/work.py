@@ -110,10 +110,7 @@ class Costs:
         return {resource: min(each[resource] for each in some) for resource in some[0]}
 
     def fetch(self) -> dict[Resource, float]:
-        """Return the least time that the copy of one parameter to the GPU occupies each resource.
-
-        The result is a dict from a resource, such as DRAM bandwidth, to seconds.
-        """
+        """Return the least time that the copy of one parameter to the GPU occupies each resource."""
         wire = self.bytes.wire
         return self._of(Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, wire, "h2d_bytes_per_s", dram_bytes=wire))
 
@@ -150,10 +147,6 @@ def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator
 
 
 def _gradients(number: int, recipe: Recipe, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the copies between GPU and host memory that the gradient of one parameter element needs in a step.
-
-    The copies in the last micro-batch and the copies in all other micro-batches are different `Work` objects.
-    """
     for step in recipe.gradient_steps:
         summed, last = (wait in step.waits for wait in (Wait.SUM, Wait.LAST))
         if micro_batches > 1 or not summed:

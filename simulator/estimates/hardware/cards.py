@@ -7,11 +7,11 @@ from typing import NamedTuple
 class Card(NamedTuple):
     """A GPU without a preset.
 
+
     Attributes:
         like: Preset of a machine as this card is usually in, whose figures are replaced by the card's.
         gib: GPU memory that the driver leaves to programs.
         tflops: Dense 16-bit Tflop/s of matrix products with sums in fp32.
-        gb_per_s: Bandwidth of GPU memory.
         link_gb_per_s: Rate of copies over the card's PCIe link in one direction, with pinned memory.
     """
 

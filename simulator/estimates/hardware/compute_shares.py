@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 class Compute:
     """The fractions of a GPU's data sheet speed (dense bf16) that training reaches, derived from published runs.
 
+
     Attributes:
-        products: Fraction that large matrix products reach.
         found: Fraction that flash attention reached in the published runs, forward and backward, on causal sequences.
         runs: Names of the published runs. If the GPU has none, the name of the similar GPU from which the fractions are
             taken.
@@ -24,20 +24,16 @@ class Compute:
 
     @property
     def attention(self) -> float:
-        """Return the fraction of the GPU's data sheet FLOP/s that version 2 of FlashAttention reaches.
-
-        PyTorch's own attention calls this version. If the papers about FlashAttention give no fraction for this GPU,
-        return the fraction that published training runs reached.
-        """
+        """Return the fraction of the GPU's data sheet FLOP/s that version 2 of FlashAttention reaches."""
+        # PyTorch's own attention calls this version. If the papers about FlashAttention give no fraction for this GPU,
+        # return the fraction that published training runs reached.
         return self.versions.get(2, self.found)
 
     @property
     def attention_source(self) -> str:
-        """Return the source of the property `attention`, the fraction of data sheet FLOP/s that attention reaches.
-
-        The source is the papers about FlashAttention, published training runs that reached the fraction, or a similar
-        GPU with a known fraction.
-        """
+        """Return the source of the property `attention`, the fraction of data sheet FLOP/s that attention reaches."""
+        # The source is the papers about FlashAttention, published training runs that reached the fraction, or a similar
+        # GPU with a known fraction.
         return "FlashAttention 2, arXiv 2307.08691 and 2407.08608" if 2 in self.versions else self.runs
 
     def attention_gain(self, version: int | None) -> float | None:
@@ -96,9 +92,6 @@ COMPUTE: Mapping[str, Compute] = {
 
 
 def compute_of(device_name: str) -> Compute | None:
-    """Return the fractions of a GPU's data sheet speed that training reaches. None if the GPU is not listed.
-
-    If several listed names are a prefix of ``device_name``, the longest counts.
-    """
+    """Return the fractions of a GPU's data sheet speed that training reaches. None if the GPU is not listed."""
     named = [name for name in COMPUTE if device_name.startswith(name)]
     return COMPUTE[max(named, key=len)] if named else None

@@ -67,8 +67,5 @@ class Sheet:
 
     @property
     def triad_bytes_per_s(self) -> float:
-        """Return an estimate of the host memory bandwidth of a triad loop (``a = b + 2 c``), in bytes per second.
-
-        The estimate is a fraction of the data sheet's bandwidth. The fraction depends on the kind of DRAM.
-        """
+        """Return an estimate of the host memory bandwidth of a triad loop (``a = b + 2 c``), in bytes per second."""
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s

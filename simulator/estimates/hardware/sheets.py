@@ -178,18 +178,6 @@ _RTX5090: Fields = {
 def _several(
     name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
 ) -> dict[str, Sheet]:
-    """Return the data sheet figures of machines with the given kind of GPU: a desktop with two GPUs, and servers.
-
-    The result is a dict by the machine's name, such as ``rtx4090-x2``.
-
-    Args:
-        name: Name of the kind of GPU, with which the names of the machines begin.
-        card: Figures of the GPU.
-        desktop: Figures of the desktop without its GPUs.
-        servers: Figures of the servers without their GPUs, by number of GPUs.
-        halved: Speed of the link between host and one GPU in the desktop, where the two GPUs share 16 PCIe lanes.
-        full: Speed of the link between host and one GPU in the servers, where each GPU has all 16 lanes.
-    """
     two = Sheet(**{**card, **desktop, **halved, "gpus": 2})
     more = {gpus: Sheet(**{**card, **server, **full, "gpus": gpus}) for gpus, server in servers.items()}
     return {f"{name}-x2": two, **{f"{name}-x{gpus}": sheet for gpus, sheet in more.items()}}

@@ -85,9 +85,6 @@ def known_config(name: str) -> dict[str, Any]:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the dict of a Hugging Face config, or of the config that a Hugging Face model has. Return other
-    values unchanged.
-    """
     candidates: tuple[Any, ...] = (model, getattr(model, "config", None))
     for config in candidates:
         if hasattr(config, "to_dict") and hasattr(config, "model_type"):
@@ -156,7 +153,6 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
 
 
 def _gated_ffn(hidden: int) -> int:
-    """Return the width of the gated MLP in a Llama layer: 8/3 of the hidden size, rounded up to a multiple of 256."""
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
@@ -202,15 +198,6 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """Return the names of the parts of one layer, separated by spaces, for a model that is described by its dimensions.
-
-    Examples of parts are ``norm``, ``qkv`` and ``down``. The model's config gives them as ``layout``, or by the keys
-    ``gated``, ``fused`` and ``norms``. If it has none of these keys, the parts are those of a Llama layer.
-
-    Args:
-        config: Description of the model.
-        mixture: True if the model has experts. Parts for a router and experts then replace those of the MLP.
-    """
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
         if given or not isinstance(config["layout"], str):

@@ -20,8 +20,8 @@ class ModelError(RuleError):
 class Experts:
     """The experts of a layer in a mixture-of-experts model.
 
+
     Attributes:
-        count, per_token: Number of experts in the layer, and number of them that a token uses.
         flops_per_token: Floating-point operations of a token's experts in a forward. They are part of the block's.
         modules: Number of modules with a matrix of one expert each. 0 if the matrices of all experts are stacked.
     """
@@ -60,11 +60,10 @@ class Block:
 class Part:
     """A part of a layer, such as a matrix or a norm, with its parameters.
 
+
     Attributes:
-        params: Number of elements of each parameter.
         flops: Floating-point operations of a forward per token.
         split: True if tensor parallelism divides the parameters.
-        experts: The experts, if the part consists of them.
     """
 
     params: tuple[int, ...]
@@ -212,16 +211,6 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """Return a function that describes all experts in a layer of a mixture-of-experts model as one `Part` of the layer.
-
-    The function takes the model's architecture. The `Part` contains the sizes of the experts' matrices, and the
-    floating-point operations per token.
-
-    Args:
-        each: Names of the matrices of one expert.
-        fused: True if the same matrix of all experts, such as the up projection, is stacked in one parameter.
-    """
-
     def part(arch: DescribedArchitecture) -> Part:
         one = [elements for name in each for elements in PARTS[name](arch).params]
         params = [arch.experts * n for n in one] if fused else one * arch.experts

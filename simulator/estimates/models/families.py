@@ -198,11 +198,6 @@ def _stablelm(config: Config) -> Numbers:
 
 
 def _falcon(config: Config) -> Numbers:
-    """Return fields that describe a Falcon model: the parts of each layer, and sizes such as the number of key-value
-    heads.
-
-    Falcon models are the 7B model, the newer 40B and 180B models, and RefinedWeb.
-    """
     heads = config.get("num_attention_heads")
     newer = bool(config.get("new_decoder_architecture"))
     keys = config.get("num_kv_heads") if newer else 1 if config.get("multi_query", True) else heads

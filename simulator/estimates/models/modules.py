@@ -30,14 +30,7 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and buil
 
 
 def built(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a language model from its Hugging Face config.
-
-    The transformers library builds the model without weights, so every parameter is known, in order. Flops are counted
-    as if each token multiplied each matrix once. Of a mixture's experts, only those that a token uses are counted.
-
-    Raises:
-        ModelError: transformers is not installed, does not know the family, or cannot build the model.
-    """
+    """Return the architecture of a language model from its Hugging Face config."""
     return _built(json.dumps(config, sort_keys=True, default=str))
 
 
@@ -152,9 +145,6 @@ def _elements(module: Any) -> int:
 
 
 def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
-    """Return lists of a torch model's parameters: those before the first layer, those of each layer, and those
-    after the last.
-    """
     owner: dict[int, int] = {}  # id of a parameter -> number of the first layer that has it
     for number, layer in enumerate(layers, start=1):
         for parameter in layer.parameters():
@@ -196,7 +186,6 @@ def model_class(config: Any) -> Any:
 
 
 def _as_float(given: dict[str, Any]) -> Any:
-    """Return a special number, such as infinity, that transformers has written as a JSON object."""
     return float(given["__float__"]) if set(given) == {"__float__"} else given
 
 
@@ -214,10 +203,6 @@ class _Reader:
         self.config = config if config is None or config.is_encoder_decoder else config.get_text_config(decoder=True)
 
     def architecture(self, name: str) -> Architecture:
-        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head.
-
-        Parts for images or sound belong to the block of the embedding, or to that of the head if they come last.
-        """
         layers = list(self._layers())
         held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -245,11 +230,6 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[Any]:
-        """Yield the layers of a transformers model: the modules of its largest ``nn.ModuleList``, counted in parameter
-        elements.
-
-        For an encoder-decoder model, yield the encoder's layers and then the decoder's.
-        """
         import torch
 
         parts = [self.model]
@@ -260,21 +240,11 @@ class _Reader:
             yield from max(lists, key=_elements)
 
     def _other_elements(self, outside: Sequence[Any], tables: Sequence[Any]) -> int:
-        """Return the number of parameters of the parts for images or sound, or 0 if the model has no such parts.
-
-        Args:
-            outside: Parameters that are in no layer.
-            tables: Weights of the embedding and of the output layer.
-        """
         if self.config is self.whole:
             return 0
         return sum(p.numel() for p in outside if all(p is not table for table in tables))
 
     def flops(self, layer: Any) -> float:
-        """Return the floating-point operations of a layer per token: two for each element of its matrices.
-
-        Embedding tables need none.
-        """
         import torch
 
         tables = {id(m.weight) for m in layer.modules() if isinstance(m, torch.nn.Embedding)}
@@ -286,7 +256,6 @@ class _Reader:
         return flops
 
     def experts(self, layer: Any) -> Experts | None:
-        """Return the experts of a layer, or None if each token uses all of its matrices."""
         found = [
             (parameter, share)
             for path, parameter in layer.named_parameters()
@@ -300,7 +269,6 @@ class _Reader:
         return Experts(round(per_token / found[0][1]), per_token, flops, modules)
 
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
-        """Return the fraction of a parameter's elements that each token uses: below 1 only for a mixture's experts."""
         parts = path.split(".")
         stacked = parameter.ndim == 3 and parameter.shape[0] > 1
         if "experts" in parts:
@@ -329,10 +297,6 @@ class _Reader:
         return 0
 
     def _scores(self, layer: Any, hidden: int) -> int:
-        """Return a layer's number of attention heads times the head size, which decides the cost of attention scores.
-
-        The result is 1 for a layer without attention.
-        """
         if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
             return 1
         heads, mine = self._number(("num_attention_heads",)) or 1, ("v_head_dim", "head_dim")

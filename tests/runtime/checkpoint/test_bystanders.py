@@ -75,7 +75,6 @@ def test_through_a_symbolic_link_too(tmp_path):
 
 
 def test_who_moves_two_checkpoints_at_once_waits_for_both(tmp_path):
-    """Check that renaming a folder with two unfinished checkpoints waits until both are committed."""
     gates = [Gate("payload_fsynced") for _ in range(2)]
     flying = [
         guarded(Bench(tmp_path / f"new/{name}"), some_state(3), "state", gate)
@@ -200,10 +199,8 @@ def test_sigterm_commits_what_is_in_flight(tmp_path):
 
 
 def never_returns():
-    """Block the thread in C code for ever, so that the Python interpreter does not regain control.
-
-    A collective call that waits for a dead rank blocks in the same way.
-    """
+    """Block the thread in C code for ever, so that the Python interpreter does not regain control."""
+    # A collective call that waits for a dead rank blocks in the same way.
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)

@@ -141,7 +141,6 @@ def test_two_ranks_commit_together(tmp_path):
 
 
 def test_no_rank_has_saved_before_latest_is_written(tmp_path):
-    """Check that no save ends before rank 0 has written ``latest``: DeepSpeed's own save ends in a barrier."""
     gate = Gate("latest_written")
     folder, jobs = two_ranks(tmp_path, gate, begin_only={0, 1})
     for job in jobs:
@@ -156,13 +155,8 @@ def test_no_rank_has_saved_before_latest_is_written(tmp_path):
 
 
 def test_a_vote_is_counted_before_the_rank_that_gave_it_goes_on(tmp_path):
-    """Check that a save succeeds if rank 0 commits the checkpoint while rank 1 is still in the call that writes its
-    vote.
-
-    A vote is a file that reports that all checkpoint files of its rank are on disk. The commit renames the
-    folder with the vote. In an earlier version rank 1 synced the folder after its vote, and took the save for
-    failed if the folder had been renamed. The other ranks then waited for rank 1 in a collective forever.
-    """
+    # In an earlier version rank 1 synced the folder after its vote, and took the save for failed if the folder had been
+    # renamed. The other ranks then waited for rank 1 in a collective forever.
     gate = Gate("vote_renamed")
     folder, jobs = two_ranks(tmp_path, None, gate, begin_only={0, 1})
     for job in jobs:
@@ -198,7 +192,6 @@ class HeldWrites(Files):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_was_ready_gives_way_with_one_that_was_not(tmp_path, late):
-    """Check that a cancelled save ends as cancelled on both ranks, also if one had already voted to commit."""
     held = HeldWrites()
     files = (None, held) if late else (held, None)
     folder, jobs = two_ranks(tmp_path, *files, begin_only={0, 1})
@@ -282,7 +275,6 @@ def test_prune_keeps_the_newest_and_what_is_read(bench):
 
 @pytest.mark.parametrize("call", ["list", "rename"])
 def test_an_old_checkpoint_that_the_trainer_deletes_first_is_no_error(bench, monkeypatch, call):
-    """Check that a save succeeds if the training script deletes an old checkpoint while ebbtide deletes it, too."""
     bench.save(some_state(1), "a")
 
     class Overtaken(Files):
@@ -375,7 +367,6 @@ def test_a_full_tmpfs(small_tmpfs):
 
 
 def test_a_rank_that_comes_before_latest_is_written_loads_what_the_others_load(tmp_path):
-    """Check that a rank that loads before ``latest`` is written waits, and loads what the other ranks load."""
     bench = Bench(tmp_path / "ck")
     bench.save(some_state(1), "a")
     latest = bench.folder / "latest"

@@ -37,10 +37,7 @@ def check(folder: Path, commits: int):
 
 @pytest.fixture(autouse=True)
 def readers_end_what_a_crash_left():
-    """Install the hook that ebbtide installs in every process that saves checkpoints.
-
-    Before Python code lists a folder of checkpoints, the hook cleans up what a crash has left in the folder.
-    """
+    """Install the hook that ebbtide installs in every process that saves checkpoints."""
     watch()
 
 
@@ -68,7 +65,6 @@ def test_every_crash_state_opens(tmp_path, memory, scenario):
 
 
 def test_a_checkpoint_that_was_made_durable_behind_its_name_survives_every_crash(tmp_path, memory):
-    """Check that a crash after a checkpoint of mode ``in_place`` is durable loses neither it nor its new folders."""
     files = RecordingFiles(tmp_path / "world")
     files.root.mkdir()
     bench = Bench(files.root / "new/ck", writers=1)
@@ -87,8 +83,6 @@ def test_a_checkpoint_that_was_made_durable_behind_its_name_survives_every_crash
 
 
 def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
-    """Check that the replay of a save up to a crash finds a missing fsync of the files with tensors."""
-
     class Careless(RecordingFiles):
         def on_fsync(self, _, descriptor):
             path_is_payload = any(

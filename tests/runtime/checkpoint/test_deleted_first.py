@@ -96,12 +96,6 @@ def test_after_the_commit_it_is_gone(root):
 
 
 def test_of_two_engines_the_last_to_commit_gives_the_older_one_up(root):
-    """Check that a deleted checkpoint of two engines is restored if the process dies when only one of the engines
-    has committed its new checkpoint.
-
-    A training loop with a generator and a discriminator, for example, keeps the states of both engines in one
-    checkpoint folder, and deletes the old folder before it saves both states again.
-    """
     saved(root / "checkpoint_0", 10)
 
     def one_of_two():
@@ -126,7 +120,6 @@ def test_a_failed_save_undoes_the_deletion_at_once(root):
 
 
 def test_a_kill_right_after_the_commit_does_not_undo_it(root, monkeypatch):
-    """Check that a kill right after a commit keeps the new checkpoint and does not restore the deleted one."""
     saved(root / "checkpoint_0", 10)
     monkeypatch.setattr(deleted_first, "settle", killing)
     assert killed(lambda: delete_then_save(root, "checkpoint_0", "voted", lambda: None)) < 0
@@ -139,10 +132,7 @@ def test_a_kill_right_after_the_commit_does_not_undo_it(root, monkeypatch):
 
 
 def test_others_checkpoints_just_go(root):
-    """Check that deleting a checkpoint of another run deletes it for good: ebbtide keeps no copy.
-
-    A script may clear away the checkpoints of an earlier experiment, and these must not be restored.
-    """
+    # A script may clear away the checkpoints of an earlier experiment, and these must not be restored.
     saved(root / "checkpoint_0", 10)
     shutil.rmtree(root / "checkpoint_0")
     assert os.listdir(root) == []
@@ -150,13 +140,9 @@ def test_others_checkpoints_just_go(root):
 
 
 def test_what_a_load_finds(root):
-    """Check that a checkpoint can be loaded by its path, if a run deleted it and was killed before it committed
-    the next checkpoint.
-
-    ebbtide keeps a copy of the deleted checkpoint until that commit. It restores the checkpoint from the copy
-    when a script lists the folder of checkpoints. A script that loads by path may not list this folder, so the
-    load, too, must restore the checkpoint.
-    """
+    # ebbtide keeps a copy of the deleted checkpoint until that commit. It restores the checkpoint from the copy when a
+    # script lists the folder of checkpoints. A script that loads by path may not list this folder, so the load, too,
+    # must restore the checkpoint.
     from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.peers import Peers
@@ -170,13 +156,6 @@ def test_what_a_load_finds(root):
 
 
 def test_whoever_lists_while_the_commit_takes_the_notes_away(root, monkeypatch):
-    """Check that ebbtide's clean-up of a folder of checkpoints does not fail if a checkpoint is committed at the
-    same time.
-
-    Until a new checkpoint is committed, ebbtide keeps copies of the older checkpoints that were deleted. In this
-    test the commit removes these copies after the clean-up has found the folder with the copies and before the
-    clean-up reads this folder.
-    """
     saved(root / "checkpoint_0", 10)
     deleted_first.remember(root / "checkpoint_0")
     shutil.rmtree(root / "checkpoint_0")

@@ -383,8 +383,6 @@ def test_a_folder_that_cannot_be_made_is_named(engines, tmp_path):
 
 
 def test_a_failure_behind_the_commit_does_not_deny_the_checkpoint(engines, tmp_path):
-    """Check that the error of a checkpoint whose predecessor could not be deleted says that it was committed."""
-
     def fail():
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -449,7 +447,7 @@ def test_a_save_over_a_link_to_a_folder_replaces_only_the_link(engines, tmp_path
 
 
 def test_latest_is_the_law(engines, tmp_path):
-    """Check that a load without a tag takes the checkpoint that ``latest`` names, even if a newer one exists."""
+    # A load without a tag takes the checkpoint that ``latest`` names, even if a newer one exists.
     engine, batches, lazy = engines(CheckpointPlan(interval_steps=1, dir=str(tmp_path)))
     train(engine, batches, 0, 2)
     engine.save_checkpoint(str(tmp_path), tag="aside", save_latest=False)
@@ -622,10 +620,6 @@ def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines,
 
 @pytest.mark.parametrize("error", [None, OSError("the disk is full")])
 def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_the_run(engines, tmp_path, monkeypatch, error):
-    """Check that a Trainer's checkpoint stays marked as incomplete if an error ends the run after the save.
-
-    The Trainer writes files of its own after the save, and the last of them shows that the folder is complete.
-    """
     monkeypatch.setattr("ebbtide.runtime.checkpoint.deepspeed.engine.foreign_trainer", lambda: "transformers")
     engine, batches, lazy = engines(CheckpointPlan(mode="sync"))
     train(engine, batches, 0, 1)
@@ -655,11 +649,9 @@ class Evil:
 
 @pytest.mark.parametrize("which", ["*optim_states.pt", "*model_states.pt"])
 def test_malicious_pickles_are_refused(engines, tmp_path, which):
-    """Check that loading a checkpoint never runs code that an attacker put into its pickled files.
-
-    The test first leaves the checkpoint's hashes unchanged, so that they do not match the changed file. It then deletes
-    the manifest, as an attacker may do. The folder now looks like a checkpoint of DeepSpeed, which has no hashes.
-    """
+    # The test first leaves the checkpoint's hashes unchanged, so that they do not match the changed file. It then
+    # deletes the manifest, as an attacker may do. The folder now looks like a checkpoint of DeepSpeed, which has no
+    # hashes.
     from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     engine, batches, lazy = engines(CheckpointPlan())
@@ -722,12 +714,7 @@ def test_a_failed_16_bit_export_leaves_no_file(engines, tmp_path, monkeypatch):
 
 
 def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, monkeypatch):
-    """Check that a save does not load the checkpoint's file as a trial, if the client state (the user's own
-    entries) has only usual types.
-
-    A trial shows whether the file can be loaded, but takes time that training waits for. So ebbtide tries only files
-    with unusual types.
-    """
+    # A trial shows whether the file can be loaded, but takes time that training waits for.
     from ebbtide.runtime.checkpoint.format import skeleton
 
     looks = []

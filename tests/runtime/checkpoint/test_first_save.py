@@ -86,7 +86,6 @@ class MakingMeanwhile(Files):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_folder_that_another_rank_has_made_is_never_replaced(tmp_path, monkeypatch, rank, plain):
-    """Check that a rank never replaces the checkpoint folder that another rank has made and still uses."""
     if plain:  # a file system without renames that fail if the target exists
         monkeypatch.setattr(file_layer, "_renamed", refuse)
     folder = tmp_path / "new/checkpoint-10"
@@ -102,7 +101,6 @@ def refuse(*_):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_whichever_rank_makes_the_folder_it_comes_with_its_note(tmp_path, monkeypatch, plain):
-    """Check that the rank that makes a folder also notes in it, for the next run, that a save is in progress."""
     if plain:
         monkeypatch.setattr(file_layer, "_renamed", refuse)
     attempt = begin(tmp_path / "checkpoint-10", 1)

@@ -106,7 +106,6 @@ def test_deep_nesting_is_an_error_not_a_crash():
 
 
 def test_flips_and_truncations_of_every_file(bench):
-    """Check that any damage to any file is found, and that a load then chooses the previous checkpoint."""
     bench.save(some_state(1), "good")
     bench.save(some_state(2), "bad")
     files = sorted(p for p in (bench.folder / "bad").rglob("*") if p.is_file())

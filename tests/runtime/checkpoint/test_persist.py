@@ -160,7 +160,6 @@ def test_storage_that_hangs_is_an_error_not_a_hang(tmp_path):
 
 
 def test_a_copy_that_ends_after_its_save_was_cancelled_gives_its_buffer_back(bench, monkeypatch):
-    """Check that reserved host memory stays available if a save is cancelled while an update copies a block into it."""
     copying, cancelled = threading.Event(), threading.Event()
     copy_to = HostBytes.copy_to
 
@@ -275,12 +274,8 @@ def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_
 
 
 def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(tmp_path):
-    """Check that a writer thread of a checkpoint does not write its block, if another thread has copied the block while
-    the writer thread waited for the disk.
-
-    The block is written once, from the copy. The writer thread would write it from the tensors that training uses, and
-    these may be updated as soon as the copy exists.
-    """
+    # The block is written once, from the copy. The writer thread would write it from the tensors that training uses,
+    # and these may be updated as soon as the copy exists.
     bench, files = Bench(tmp_path, writers=1), Busy()
     job = bench.begin({"a": {"x": torch.randn(4 * BLOCK // 4)}}, files=files)
     writer = job._writer

@@ -90,11 +90,6 @@ def test_automatic_checkpoints_are_written_and_resumed(front_door, stock, tmp_pa
 
 
 def test_auto_plans_and_writes_checkpoints(front_door, stock, tmp_path, monkeypatch):
-    """Check that ``plan="auto"`` switches to its plan after the watched steps, with automatic checkpoints before and
-    after the switch.
-
-    The plan search is replaced by one whose plan keeps all subgroups on the device.
-    """
     ways = [Way("resident", "device")]
     better = lambda _, __, now, *___: QuickPlan(now.with_ways(ways * now.subgroup_count), 1.0, 2.0)
     monkeypatch.setattr(auto, "better_plan", better)
@@ -139,7 +134,7 @@ def test_a_record_for_verify_holds_each_batch(only_rank, tmp_path):
 
 
 def test_auto_says_that_it_plans_for_one_stage_only(front_door, monkeypatch, caplog):
-    """Check the warning for a pipeline of two stages. The number of stages is faked, because the test has one rank."""
+    # The number of stages is faked, because the test has one rank.
     monkeypatch.setattr("ebbtide.runtime.zero.checks.private.pipeline_stages", lambda engine: 2)
     engine = start({"plan": "auto"})
     assert "ebbtide makes no plan of its own for a model of 2 pipeline stages" in caplog.text

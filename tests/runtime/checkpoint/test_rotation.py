@@ -99,7 +99,6 @@ def test_a_kill_during_rotation_leaves_the_older_checkpoint(tmp_path, at):
 
 
 def test_killed_at_the_same_step_again_and_again(tmp_path):
-    """Check that three kills during the save of the same step, as by a scheduler, keep the older checkpoint."""
     saved(tmp_path / "checkpoint-10", 10)
     for _ in range(3):
         assert killed(lambda: rotate_while_saving(tmp_path, "voted", die)) == -signal.SIGKILL
@@ -279,7 +278,6 @@ def placed(root, at, then):
 
 
 def test_placed_before_it_is_durable(tmp_path):
-    """Check that a checkpoint with its final name, but not yet synced, counts as complete after a kill."""
     saved(tmp_path / "checkpoint-10", 10)
 
     def save_and_die():
@@ -373,7 +371,6 @@ def as_trainer(root, step, *, complete):
 
 
 def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
-    """Check that a folder without the Trainer's last file is hidden from the next run, which cannot resume it."""
     saved(tmp_path / "checkpoint-10", 10)
     status = killed(lambda: as_trainer(tmp_path, 20, complete=False))
     assert status == -signal.SIGKILL
@@ -384,12 +381,8 @@ def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
 
 
 def test_a_folder_whose_save_failed_is_out_of_the_way(tmp_path):
-    """Check that a checkpoint folder is hidden from a Trainer's next run if the save to this folder failed, for
-    example because the disk was full.
-
-    ebbtide moves the incomplete folder into the folder of an older checkpoint. Otherwise the next run would try
-    to resume from the incomplete folder and fail, although the older checkpoint is complete.
-    """
+    # ebbtide moves the incomplete folder into the folder of an older checkpoint. Otherwise the next run would try to
+    # resume from the incomplete folder and fail, although the older checkpoint is complete.
     saved(tmp_path / "checkpoint-10", 10)
 
     def fail_and_end():
@@ -443,12 +436,7 @@ def test_a_folder_whose_save_never_began_is_out_of_the_way(tmp_path):
 
 
 def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
-    """Check that a kill while the Trainer makes a checkpoint folder leaves no folder that looks like a checkpoint.
-
-    The next run would otherwise take the empty folder for its newest checkpoint. To prevent this, ebbtide writes
-    a note that the folder is incomplete. The test kills the process at each change of the filesystem from the
-    moment that ebbtide begins to write the note.
-    """
+    # The next run would otherwise take the empty folder for its newest checkpoint.
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
         root = tmp_path / str(number)
@@ -470,10 +458,7 @@ def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("at", range(3))
 def test_on_a_full_disk_a_trainer_makes_no_folder(tmp_path, monkeypatch, at):
-    """Check that a Trainer makes no checkpoint folder if the disk is too full to mark the folder as incomplete.
-
-    Every later run would otherwise try to resume from a folder that holds no checkpoint.
-    """
+    # Every later run would otherwise try to resume from a folder that holds no checkpoint.
     saved(tmp_path / "checkpoint-10", 10)
     full = FaultyFiles(at, errno.ENOSPC, lasting=True)
     monkeypatch.setattr(trainers_folder, "Files", lambda: full)
@@ -483,10 +468,7 @@ def test_on_a_full_disk_a_trainer_makes_no_folder(tmp_path, monkeypatch, at):
 
 
 def test_the_folder_of_a_save_that_failed_is_out_of_the_next_runs_way(tmp_path):
-    """Check that the folder of a failed checkpoint save is hidden from the next run, also without a Trainer.
-
-    A loop that resumes from the highest step would otherwise train on with the initial weights of its script.
-    """
+    # A loop that resumes from the highest step would otherwise train on with the initial weights of its script.
     saved(tmp_path / "checkpoint-10", 10)
 
     def fail_and_end():
@@ -510,12 +492,9 @@ def test_a_save_behind_one_that_failed_leaves_no_note(tmp_path):
 
 
 def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
-    """Check that a kill at the beginning of a save leaves no folder that looks like the new checkpoint. The save is
-    killed at each change that the beginning of the save makes to the filesystem, in one run per change.
-
-    A training loop that resumes from the checkpoint with the highest step would otherwise choose the incomplete
-    folder. It would load nothing from there, and train on with the initial weights of its script.
-    """
+    # The save is killed at each change that the beginning of the save makes to the filesystem, in one run per change. A
+    # training loop that resumes from the checkpoint with the highest step would otherwise choose the incomplete folder.
+    # It would load nothing from there, and train on with the initial weights of its script.
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
         root = tmp_path / str(number)
@@ -536,12 +515,9 @@ def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, 
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_so(tmp_path, settled):
-    """Check that a Trainer's checkpoint folder counts as complete if it contains ``trainer_state.json``, the file
-    that the Trainer writes last. This must hold even if DeepSpeed's `save_checkpoint` never ran.
-
-    With the option ``save_only_model`` the Trainer saves no optimizer state, and so does not call DeepSpeed.
-    """
-
+    # A Trainer's checkpoint folder counts as complete if it contains ``trainer_state.json``, the file that the Trainer
+    # writes last. This must hold even if DeepSpeed's `save_checkpoint` never ran. With the option ``save_only_model``
+    # the Trainer saves no optimizer state, and so does not call DeepSpeed.
     def complete_and_die():
         (tmp_path / "checkpoint-20/trainer_state.json").write_text("{}")
         if settled:
@@ -555,11 +531,6 @@ def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_
 
 
 def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
-    """Check that a killed save in the folder ``run-2`` does not hide this folder from later runs.
-
-    ebbtide hides the folder of an incomplete checkpoint, such as ``checkpoint-20``. The folder ``run-2`` also
-    has a number in its name, but holds a whole training run.
-    """
     saved(tmp_path / "run-1", 10)
     folder = tmp_path / "run-2"
 
@@ -576,12 +547,6 @@ def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
 
 
 def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
-    """Check that an older checkpoint is not restored if it is deleted right after a newer checkpoint's commit.
-
-    Another rank may delete the older checkpoint at that time, before the newer checkpoint's save has ended.
-    Until the end of a save, ebbtide keeps a copy of each deleted checkpoint, and restores the copy if the save
-    fails. This save succeeds.
-    """
     saved(tmp_path / "checkpoint-10", 10)
     saved(tmp_path / "checkpoint-20", 20)
     late = rotation.Note(tmp_path / "checkpoint-20", "state", "late", Files())

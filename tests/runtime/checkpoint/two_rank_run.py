@@ -45,10 +45,7 @@ def saved_apart(engine, folder):
 
 
 def same(one, other):
-    """Return whether two tensors of a checkpoint are equal and their storages have the same size.
-
-    The sizes differ if one tensor is a view that was saved together with the whole buffer behind it.
-    """
+    """Return whether two tensors of a checkpoint are equal and their storages have the same size."""
     sizes = one.untyped_storage().nbytes(), other.untyped_storage().nbytes()
     return torch.equal(one, other) and sizes[0] == sizes[1]
 

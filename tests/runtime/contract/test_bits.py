@@ -146,10 +146,7 @@ def test_offloaded_parameters_have_the_bits_of_those_that_are_not():
 
 
 def test_updates_go_in_the_order_in_which_forward_needs_them():
-    """Check that a plan's optimizer updates run in the order in which the next forward pass needs the parameters.
-
-    DeepSpeed's order puts a parameter group of norms and biases last, although layer 0 needs some of it first.
-    """
+    # DeepSpeed's order puts a parameter group of norms and biases last, although layer 0 needs some of it first.
     ours = attached(engine_for("parameter_groups"), ["host"], DEVICE)
     groups = ours.optimizer.fp16_groups
     number = {p.ds_id: i for i, p in enumerate(ours.module.parameters())}
@@ -192,7 +189,6 @@ def plans(draw):
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=plans(), after=plans(), accumulation=st.sampled_from([1, 2]), saved=st.integers(1, STEPS // 2 - 1))
 def test_any_placement_and_timing_with_a_resume_in_between(before, after, accumulation, saved):
-    """Check training under random plans, with a resume in between that discards a step, against stock DeepSpeed."""
     device, saved_at = DEVICE, 2 * saved
     expected = stock_for_long(accumulation)
 
@@ -319,11 +315,6 @@ def stock_overflow_of_two_backwards(stage):
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumulation, fp16):
-    """Check steps after an overflow in the gradient of parameters that the next batches do not use.
-
-    In ZeRO-3 the infinity stays in the gradient sums until the parameters get their next gradient, and
-    counts as an overflow in every step until then.
-    """
     expected = stock_switching_overflow(stage, accumulation)
     assert expected[2] > 1
     ours = attached(switching(stage=stage, accumulation=accumulation, **FP16), MIX, device, subgroup=5_000)
@@ -332,11 +323,6 @@ def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumu
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_an_overflow_of_the_first_of_two_backwards(stage, device, fp16):
-    """Check that a training step is skipped under a plan, as in stock DeepSpeed, if the first of its two
-    backward passes overflows.
-
-    Below ZeRO-3 the gradients of the second pass replace those of the first, but the step is skipped anyway.
-    """
     expected = stock_overflow_of_two_backwards(stage)
     assert expected[2] == 1
     assert_same(overflowing(attached(start(stage=stage, **FP16), MIX, device), 2, 8), expected)
@@ -380,11 +366,8 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_a_checkpoint_of_stocks_from_before_the_first_update(stage, device, tmp_path):
-    """Check that training under a plan resumes from a checkpoint that stock DeepSpeed saved before its first update.
-
-    The checkpoint has no moments yet. Those of the engine that loads the checkpoint belong to another run,
-    and must not be used.
-    """
+    # The checkpoint has no moments yet. Those of the engine that loads the checkpoint belong to another run, and must
+    # not be used.
     saving = start(stage=stage)
     saving.save_checkpoint(str(tmp_path))
     expected = outcome(saving, 2)
@@ -436,12 +419,8 @@ class ReadsOneOfThree(SmallModel):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_small_parameters_that_only_some_steps_read(overlap):
-    """Check that a small parameter may be read for the first time after DeepSpeed has recorded the order of modules.
-
-    DeepSpeed keeps small parameters gathered after a step, and takes the read of a parameter that is not gathered for a
-    change of the recorded order.
-    """
-
+    # DeepSpeed keeps small parameters gathered after a step, and takes the read of a parameter that is not gathered for
+    # a change of the recorded order.
     def new():
         return start(model=ReadsOneOfThree())
 
@@ -451,11 +430,6 @@ def test_small_parameters_that_only_some_steps_read(overlap):
 
 
 def test_an_evaluation_in_inference_mode():
-    """Check that training continues after an evaluation in ``torch.inference_mode()``, as Lightning evaluates.
-
-    The evaluation gathers the small parameters, and autograd refuses tensors that were made in inference mode.
-    """
-
     def evaluated(engine):
         seen = []
 
@@ -493,11 +467,8 @@ PLANTS = {  # lane without waits -> the op that comes too late
     ("plant", "stage"), [*((plant, 3) for plant in PLANTS), ("update before its state has come", 2)]
 )
 def test_a_planted_race_is_caught(plant, stage):
-    """Check that the comparison with stock DeepSpeed detects a race.
-
-    The test makes one lane (a queue of ops that run one after the other) start its ops without waiting for other ops.
-    It also delays ops on which the ops of this lane depend. The results must then differ from stock DeepSpeed's.
-    """
+    # The test makes one lane (a queue of ops that run one after the other) start its ops without waiting for other ops.
+    # It also delays ops on which the ops of this lane depend. The results must then differ from stock DeepSpeed's.
     import time
 
     ours = attached(engine_for("clipping", stage), ["device"], DEVICE, seed=None, staging_slots=1, prefetch=1)
@@ -516,7 +487,6 @@ def test_a_planted_race_is_caught(plant, stage):
 
 
 def test_a_gate_removed_is_caught():
-    """Check that a forward that does not wait for its updated parameters gives other results than stock."""
     import time
 
     ours = attached(engine_for("clipping"), ["host"], DEVICE, seed=None)

@@ -60,13 +60,9 @@ def test_whole_engine(stage, build):
 
 @pytest.mark.parametrize("older", [False, True])
 def test_an_older_deepspeeds_way_of_counting_steps(older, monkeypatch, tmp_path):
-    """Check that training under a plan has the same results as stock DeepSpeed, bit for bit, for two versions of
-    DeepSpeed's Adam op.
-
-    The training under the plan is resumed from a checkpoint after 5 of 8 steps. Stock DeepSpeed trains all 8 steps in
-    one run. DeepSpeed 0.18.6 counts Adam's steps differently from later versions, so the test runs with both ways of
-    counting.
-    """
+    # The training under the plan is resumed from a checkpoint after 5 of 8 steps. Stock DeepSpeed trains all 8 steps in
+    # one run. DeepSpeed 0.18.6 counts Adam's steps differently from later versions, so the test runs with both ways of
+    # counting.
     op = stock_op("adam", HERE)
     use_op(monkeypatch, RecountingOp(op) if older else op)
 

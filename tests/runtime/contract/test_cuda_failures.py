@@ -27,11 +27,9 @@ OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
 
 @pytest.mark.parametrize(("pattern", "early"), [(["device"], 0), (["host"], 0), (["device"], 99)])
 def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monkeypatch, pattern, early):
-    """Check that the plan can be changed right after a skipped step, while copies of that step are still in progress.
-
-    The first fp16 step overflows, so its updates are skipped. These updates would have waited for the step's copies of
-    optimizer state to the GPU and of gradients to the host. The change of the plan must wait for these copies instead.
-    """
+    # The first fp16 step overflows, so its updates are skipped. These updates would have waited for the step's copies
+    # of optimizer state to the GPU and of gradients to the host. The change of the plan must wait for these copies
+    # instead.
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine = start(precision="fp16", clipping=0.0, extra={"fp16": OVERFLOWS})
     plan = plan_for(engine, pattern, speculate=early, speculate_visits=early)
@@ -52,8 +50,6 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
 
 
 def test_a_failed_update_does_not_unlock_what_the_gpu_still_copies(fake):
-    """Check that an engine's end waits for the GPU's copies before it unlocks memory, also after an error."""
-
     def fail(op):
         if op.kind is OpKind.UPDATE_HOST_EARLY:
             raise ValueError("planted")
@@ -74,7 +70,6 @@ def test_a_failed_update_does_not_unlock_what_the_gpu_still_copies(fake):
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("granted", [0, 4, 9])
 def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
-    """Check that stock DeepSpeed trains on, without page locks, if CUDA refuses a lock during attach."""
     engine = engine_for("clipping", stage=stage)
     fake.runtime.refuses_after = granted
     with pytest.raises(MemoryError, match=r"CUDA error 2\. Free host memory"):
@@ -84,12 +79,8 @@ def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
 
 
 def test_a_device_that_is_dropped_unlocks_its_pages(fake):
-    """Check that a `CudaDevice` unlocks the pages of its host buffers when it is garbage-collected, and that the
-    buffers stay usable.
-
-    Pages must be unlocked before their memory is freed. Otherwise CUDA would treat other memory that later gets the
-    same address as locked.
-    """
+    # Pages must be unlocked before their memory is freed. Otherwise CUDA would treat other memory that later gets the
+    # same address as locked.
     device = CudaDevice()
     buffer = device.host_empty(4096, torch.float32).fill_(1.0)
     assert fake.runtime.locked
@@ -100,7 +91,6 @@ def test_a_device_that_is_dropped_unlocks_its_pages(fake):
 
 
 def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
-    """Check that a refused page lock of a checkpoint buffer leaves no CUDA error for a later kernel launch."""
     monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: True)
     fake.runtime.refuses_after = 0
     slots = memory.Slots(1, 4096)
@@ -110,7 +100,6 @@ def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
 
 
 def test_the_state_after_a_failed_attach_is_stocks(fake):
-    """Check that a run whose attach fails in its middle has masters and moments back, and stock's results."""
     engine = engine_for("clipping")
     losses, norms = train(engine, 3)
     fake.runtime.refuses_after = 10

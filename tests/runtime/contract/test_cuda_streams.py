@@ -86,7 +86,7 @@ def test_backward_on_the_thread_that_calls_it_is_not_bound(late_deepspeed, monke
 
 
 def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
-    """Check that stock DeepSpeed has correct results on late streams, so that the fake CUDA adds no errors."""
+    # Stock DeepSpeed has correct results on late streams, so that the fake CUDA adds no errors.
     assert_same(outcome(engine_for("small_buckets")), stock("small_buckets"))
     assert sum(stream.ran for stream in late_deepspeed.streams) > 50
 
@@ -108,23 +108,15 @@ def test_below_zero_3(fake, case):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_deepspeed, stage):
-    """Check that the memory of a gradient is not reused while the runtime still computes the norm of this
-    gradient on the GPU.
-
-    Each gradient here is larger than a reduction bucket. It is reduced in place on another stream, and dropped.
-    """
+    # Each gradient here is larger than a reduction bucket. It is reduced in place on another stream, and dropped.
     options = {"reduce_bucket_size": 5_000, "stage": stage, "overlap_comm": True}
     assert_same(outcome(attached(start(**options), MIX)), outcome(start(**options)))
 
 
 def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypatch):
-    """Check that the fake CUDA reports a use of freed gradient memory if the runtime does not call `record_stream`
-    for gradients.
-
-    The test replaces `CudaDevice.let_go`, which makes this call, by a function that does nothing. It trains
-    under ZeRO-3. Below ZeRO-3, DeepSpeed 0.19.8 makes the call itself when it averages a gradient, so the error
-    would not occur.
-    """
+    # The test replaces `CudaDevice.let_go`, which makes this call, by a function that does nothing. It trains under
+    # ZeRO-3. Below ZeRO-3, DeepSpeed 0.19.8 makes the call itself when it averages a gradient, so the error would not
+    # occur.
     monkeypatch.setattr(CudaDevice, "let_go", no_wait)
     outcome(attached(start(reduce_bucket_size=5_000), ["device"]), 2)
     assert late_deepspeed.violations
@@ -189,10 +181,7 @@ def test_the_timeline_has_the_devices_clock(fake):
 
 
 def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
-    """Check that the runtime's recorded timeline of GPU ops still resolves short ops after two days of training.
-
-    CUDA's event times since the start of the process have steps of 16 ms by then.
-    """
+    # CUDA's event times since the start of the process have steps of 16 ms by then.
     ours = attached(engine_for("clipping"), MIX)
     monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", 48 * 3600.0)
     train(ours, 1)  # two days pass between this step and the start
@@ -206,10 +195,7 @@ def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
 
 
 def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
-    """Check that the runtime's measured forward time is the time that the forward pass takes on the GPU.
-
-    The training thread only issues the work, so the clock of that thread does not show the duration.
-    """
+    # The training thread only issues the work, so the clock of that thread does not show the duration.
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 1)
 
@@ -225,9 +211,8 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
 
 
 def test_a_plain_step_of_a_profile_is_timed_by_the_gpu(fake, monkeypatch):
-    """Check that the profiler's timer without hooks in the model reads phases from CUDA events: a forward that takes a
-    minute of the GPU's time takes a minute, although the CPU does not wait for it.
-    """
+    # The profiler's timer without hooks in the model reads phases from CUDA events: a forward that takes a minute of
+    # the GPU's time takes a minute, although the CPU does not wait for it.
     stock = engine_for("clipping")
     train(stock, 1)
 
@@ -246,11 +231,6 @@ def test_a_plain_step_of_a_profile_is_timed_by_the_gpu(fake, monkeypatch):
 
 
 def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fake, monkeypatch):
-    """Check the CPU time in ``step()`` that ``plan="auto"`` plans with: DeepSpeed's release of the parameters counts,
-    and the wait for the GPU's gradient norms does not.
-
-    In this test the release takes 20 s and the wait takes a minute, on a clock that only they advance.
-    """
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 1)
     recorder, optimizer, clock = ours.optimizer._ebbtide.recorder, ours.optimizer, [0.0]
@@ -290,11 +270,7 @@ def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fak
 
 
 def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
-    """Check that the GPU computing time that the runtime measures for a backward pass does not include the pass's
-    waits for gradient copies.
-
-    In this test each gradient copy to host memory takes a minute, and the backward pass has to wait for it.
-    """
+    # In this test each gradient copy to host memory takes a minute, and the backward pass has to wait for it.
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     monkeypatch.setattr(fake, "latest_s", 1e6)  # a copy runs when some code waits for it
     copy = CudaDevice.copy
@@ -325,12 +301,7 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
 
 
 def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
-    """Check that DeepSpeed's flat buffers stay page-locked when the plan of a ZeRO-2 engine is changed, because
-    copies run from them under any plan.
-
-    A page lock is released by its address. The first subgroup begins at the address of a flat buffer, so a release
-    for this subgroup could unlock the whole buffer.
-    """
+    # A page lock is released by its address.
     ours = attached(engine_for("clipping", stage=2), MIX)
     losses, norms = train(ours, 3)
     switch_plan(ours, plan_for(ours, ["resident", "device"]))
@@ -376,11 +347,8 @@ RACES = {
 
 @pytest.mark.parametrize("race", list(RACES))
 def test_a_forgotten_wait_shows(fake, monkeypatch, race):
-    """Check that the results of training differ from stock DeepSpeed's if the runtime leaves out a wait.
-
-    The fake CUDA delays the work on its streams, so that a missing wait has an effect. On a busy machine the training
-    thread may be late too, which hides the missing wait. The test then trains again with longer delays.
-    """
+    # The fake CUDA delays the work on its streams, so that a missing wait has an effect. On a busy machine the training
+    # thread may be late too, which hides the missing wait.
     cases = {"sum": "accumulation", "offloaded": "offloaded_parameters"}
     case = next((case for word, case in cases.items() if word in race), "clipping")
     expected = stock(case)
@@ -396,7 +364,6 @@ def test_a_forgotten_wait_shows(fake, monkeypatch, race):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_page_locks_are_of_what_is_needed(fake, stage):
-    """Check that at most 1% more is page-locked than needed: torch's allocator rounds up to powers of two."""
     model = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)
     engine = start(ByteGPT(model), stage=stage, subgroup_size=150_000)
     attached(engine, ["host"], subgroup=150_000)

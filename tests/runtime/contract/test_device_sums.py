@@ -81,12 +81,8 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
 @pytest.mark.parametrize("sums", [0, 1])
 def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
-    """Check that training copies each subgroup's gradients between host and GPU as often as the simulator predicts for
-    the plan.
-
-    The test includes the two cases in which DeepSpeed itself accumulates gradients on the GPU. They are ZeRO-1, and
-    gradient sums in a wider dtype than the reduced gradients.
-    """
+    # The test includes the two cases in which DeepSpeed itself accumulates gradients on the GPU. They are ZeRO-1, and
+    # gradient sums in a wider dtype than the reduced gradients.
     engine = attached(start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None, device_sums=sums)
     own, seen = engine.optimizer._ebbtide, crossings(engine)
     train(engine, 3)
@@ -110,7 +106,6 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, monkeypatch):
-    """Check fp32 gradient sums, and fp16, whose first steps overflow and discard the copies in progress."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
 
@@ -127,9 +122,7 @@ def test_precisions(precision, monkeypatch):
 
 
 def micro_steps(engine, change, count=9):
-    """Train some micro-batches and call ``change`` after each backward. Return the complete training state and
-    the losses.
-    """
+    """Train some micro-batches and call ``change`` after each backward."""
     return steps(engine, change, count, state=all_state)
 
 
@@ -161,12 +154,6 @@ WAYS = [["host"], ["device", "host"], ["resident"], ["host", "stored", "device"]
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_plans_change_at_any_micro_batch(stage, accumulation):
-    """Check that a plan with on-device gradient accumulation can be replaced by another plan after any micro-batch.
-
-    At that moment a gradient sum may still be on the GPU or in a spare host buffer. The next step may also add
-    to a sum that an earlier step has left in another buffer.
-    """
-
     def new():
         return start(model=Experts(ROUTES), accumulation=accumulation, subgroup_size=9000, stage=stage, clipping=4.0)
 
@@ -215,14 +202,9 @@ def windows(engine, lengths, behind=lambda number: None):
 
 @pytest.mark.parametrize("switches", [(), (0, 1, 2), (1,)])
 def test_a_lone_gradient_leaves_the_sum_alone(switches):
-    """Check that the gradient sums of a ZeRO-2 engine are stock DeepSpeed's, bit for bit, if steps have different
-    numbers of micro-batches.
-
-    In stock DeepSpeed, a step with one micro-batch does not write to the buffer of gradient sums, so older sums
-    remain in the buffer. If the first micro-batch of a later step does not use a parameter, that step adds to the
-    parameter's old sum. A plan must do the same, also after a change of the plan.
-    """
-
+    # In stock DeepSpeed, a step with one micro-batch does not write to the buffer of gradient sums, so older sums
+    # remain in the buffer. If the first micro-batch of a later step does not use a parameter, that step adds to the
+    # parameter's old sum. A plan must do the same, also after a change of the plan.
     def new():
         model = Experts("012 01 012 01 12 012 012")
         return start(model=model, accumulation=2, subgroup_size=9000, stage=2)
@@ -245,8 +227,6 @@ def held_bytes(engine):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_states_that_go_away_take_the_sums_along(stage):
-    """Check that `offload_states` between two micro-batches also frees the gradient sums on the GPU."""
-
     def new():
         return start(stage=stage, accumulation=3)
 

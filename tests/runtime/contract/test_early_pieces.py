@@ -89,12 +89,9 @@ def publish_alone(engine, number):
     [*((change, MIXED) for change in IN_PLACE), (publish_alone, "pieces host"), (publish_alone, "pieces staged")],
 )
 def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(change, name, monkeypatch):
-    """Check that a script may change optimizer state in DeepSpeed's tensors while an early update writes to the
-    same tensors.
-
-    Early updates start before the gradient norm is known. They write to DeepSpeed's tensors in every second step, and
-    to spare buffers in the other steps. This test slows them down, so that the script's change comes before they end.
-    """
+    # A script may change optimizer state in DeepSpeed's tensors while an early update writes to the same tensors. They
+    # write to DeepSpeed's tensors in every second step, and to spare buffers in the other steps. This test slows them
+    # down, so that the script's change comes before they end.
     engine, _ = pausing(name)
     rule, device = type(engine.optimizer._rule), type(engine.optimizer._ebbtide.device)
     for owner in (rule, device):
@@ -110,13 +107,10 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
-    """Check that an update uses a script's change to the optimizer state in host memory, although the state was copied
-    to the GPU before the change. The script makes the change while the update waits for the gradient norm.
-
-    Before the change, the latest state is in a spare buffer in host memory, because the previous step's update started
-    before its gradient norm was known. When the script accesses DeepSpeed's tensor, the runtime first copies the state
-    from the spare buffer to this tensor.
-    """
+    # The script makes the change while the update waits for the gradient norm. Before the change, the latest state is
+    # in a spare buffer in host memory, because the previous step's update started before its gradient norm was known.
+    # When the script accesses DeepSpeed's tensor, the runtime first copies the state from the spare buffer to this
+    # tensor.
     engine, _ = pausing("pieces staged")
     backwards = []
     engine.optimizer.early_updates_allowed = lambda: len(backwards) % 2 == 0
@@ -130,7 +124,6 @@ def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
 
 @pytest.mark.parametrize("change", [another_master, *IN_PLACE])
 def test_what_changes_while_state_is_away_from_deepspeeds_tensors(change):
-    """Check that a script may change state between two steps while early updates have left it elsewhere."""
     engine, _ = pausing(MIXED)
     assert_same(changed_behind_steps(engine, change), stock(changed_behind_steps, MIXED, change))
 
@@ -147,11 +140,8 @@ def changed_behind_steps(engine, change):
 
 
 def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update():
-    """Check that a script that reads optimizer state between two steps sees stock DeepSpeed's values, bit for bit.
-
-    For the read, the runtime moves the state to DeepSpeed's tensors. Early updates, which start before the gradient
-    norm is known, must still start in the next step. None of them may be rolled back because of the read.
-    """
+    # For the read, the runtime moves the state to DeepSpeed's tensors. Early updates, which start before the gradient
+    # norm is known, must still start in the next step. None of them may be rolled back because of the read.
     (engine, counts), stocks = pausing(MIXED), engine_for(MIXED)
     assert_same(outcome(engine, 5, each=look), outcome(stocks, 5, each=look))
     assert all(not differences(a, b) for a, b in zip(engine.seen, stocks.seen, strict=True))
@@ -174,11 +164,8 @@ def test_a_checkpoint_is_loaded_while_state_is_away(tmp_path):
 
 @under(MIXED, "pieces staged")
 def test_another_plan_while_state_is_away(name):
-    """Check that a change of the plan releases the spare buffers of early updates, and never DeepSpeed's own tensors.
-
-    Early updates, which start before the gradient norm is known, write to the spare buffers in one step and to
-    DeepSpeed's tensors in the next. So the current state may be in either of them when the plan changes.
-    """
+    # Early updates, which start before the gradient norm is known, write to the spare buffers in one step and to
+    # DeepSpeed's tensors in the next.
     engine, _ = pausing(name)
     session, released, moved = engine.optimizer._ebbtide, [], []
     flats = {t.data_ptr() for flat in engine.optimizer._flat._flats for t in flat}
@@ -197,7 +184,6 @@ def test_another_plan_while_state_is_away(name):
 
 @under("pieces host", MIXED)
 def test_what_is_left_behind_is_whole(name):
-    """Check that DeepSpeed's tensors hold the whole state after the end, also if it was in spare buffers."""
     for count in (1, 2):
         engine, stocks = pausing(name)[0], engine_for(name)
         for one in (engine, stocks):

@@ -35,11 +35,6 @@ def backward(engine, number):
 
 
 def test_an_early_update_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, placement):
-    """Check that an early update (before the gradient norm is known) waits for a checkpoint that still reads
-    the memory to which the update writes.
-
-    This memory held the current state one step earlier, when the checkpoint was taken.
-    """
     engine = pausing(placement)
     losses = train(engine, 2)
     job = engine.save(tmp_path, "two", bytes_per_s=100_000)

@@ -159,13 +159,9 @@ NEVER, ALWAYS, UNTIL_PAUSED = [0] * 4, [1] * 4, [1, 1, 0, 0]
     ],
 )
 def test_wrong_early_updates_are_redone_and_then_left_out(name, begun):
-    """Check that early updates, which start before the gradient norm is known, are rolled back and redone if the
-    step clips. Every step of this test clips.
-
-    With the runtime's own check of the first gradients' norms, no early update starts, because these norms show that
-    the step will clip. Without this check, early updates start in the first two steps. Then the runtime pauses early
-    updates, so the later steps have none, unless the test keeps it from that.
-    """
+    # Every step of this test clips. With the runtime's own check of the first gradients' norms, no early update starts,
+    # because these norms show that the step will clip. Without this check, early updates start in the first two steps.
+    # Then the runtime pauses early updates, so the later steps have none, unless the test keeps it from that.
     # Each subgroup has several gradients, because the norm of a single gradient would be known only after it.
     options = {"case": "clips_hard"} | ({} if name in PIECES else {"subgroup_size": 17_000})
     engine, counts = pausing(name, options, subgroup=17_000)
@@ -213,10 +209,7 @@ def test_some_steps_clip(name, fields, accumulation):
 
 @pytest.mark.parametrize("name", ["all", "pieces mixed", "ZeRO-1 mixed", "ZeRO-2 mixed"])
 def test_overflows(monkeypatch, name):
-    """Check that training steps with early updates, some of which overflow, have stock DeepSpeed's results.
-
-    In the steps that do not overflow, some early updates (begun before the gradient norm is known) must be kept.
-    """
+    # In the steps that do not overflow, some early updates (begun before the gradient norm is known) must be kept.
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine, counts = pausing(name, {"case": "overflows"})
     never_pause(engine)
@@ -240,12 +233,6 @@ def with_a_skipped_step(engine):
 
 @pytest.mark.parametrize("name", ["all", "pieces mixed", "ZeRO-2 mixed"])
 def test_staged_updates_of_a_skipped_step_without_early_updates(name):
-    """Check that optimizer state that was copied to the GPU for an update stays there for the next step if
-    this step is skipped.
-
-    The NaN in the first gradients already shows that the step will be skipped, so no update starts before
-    the gradient norm is known.
-    """
     engine, counts = pausing(name, {"clipping": 50.0}, staging_slots=1, prefetch=1)
     count = updated_early(engine)
     assert_same(with_a_skipped_step(engine), stock(with_a_skipped_step, name, clipping=50.0))
@@ -299,9 +286,6 @@ IN_PLACE = [another_master_in_place, another_moment_in_place]  # writes to a vie
     ],
 )
 def test_what_changes_between_backward_and_step(name, change):
-    """Check that early updates are discarded if a script changes what they read, or a second backward adds to
-    their gradients.
-    """
     engine, counts = pausing(name)
     assert_same(steps(engine, change, 5), stock(steps, name, change, 5))
     assert change is again or any(right < begun or begun == 0 for begun, right in counts)
@@ -309,21 +293,15 @@ def test_what_changes_between_backward_and_step(name, change):
 
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
-    """Check that state is copied to the GPU again if a script changes it after its copy and before the step."""
     engine = attached(engine_for("staged"), ["device"], DEVICE, prefetch=2)
     assert_same(steps(engine, change, 5), stock(steps, "staged", change, 5))
 
 
 @pytest.mark.parametrize("placement", ["device", "resident"])
 def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
-    """Check that a script's in-place changes of DeepSpeed's fp32 tensors between backward and step have the same
-    effect under a plan as with stock DeepSpeed, under ZeRO-2.
-
-    The runtime must use the changed values. If it has already copied the state to a staging buffer on the GPU,
-    it copies the state again. If the state lives on the GPU, the runtime overwrites this state with the values
-    of DeepSpeed's tensors, but only in steps with a change.
-    """
-
+    # The runtime must use the changed values. If it has already copied the state to a staging buffer on the GPU, it
+    # copies the state again. If the state lives on the GPU, the runtime overwrites this state with the values of
+    # DeepSpeed's tensors, but only in steps with a change.
     def change(engine, number):
         if number < 3:
             engine.optimizer.single_partition_of_fp32_groups[0].data.mul_(0.5 + number)
@@ -343,7 +321,6 @@ def nothing(engine, number):
 
 @pytest.mark.parametrize("name", ["mixed", "beside stored", "pieces mixed", "pieces host", "ZeRO-2 mixed"])
 def test_a_checkpoint_in_flight(tmp_path, name, small_blocks):
-    """Check that an early update does not write to memory from which a checkpoint is still being written."""
     saved = (1, 2, 4)  # early updates of parts write to DeepSpeed's own tensors in every second step
 
     def save(engine, number):

@@ -141,12 +141,7 @@ def calls_of(layout, back):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # for generators that are closed
 @pytest.mark.parametrize(("layout", "back"), [("stage 3", False), ("parts of subgroups", True), ("stage 2", False)])
 def test_an_error_at_any_call_of_a_switch_leaves_the_plan_before(layout, back):
-    """Check that training goes on, with stock DeepSpeed's results, after an error at any call that a switch makes,
-    between two steps or between two micro-batches of a step. The plan is the old one, unless the switch can do
-    without what has failed.
-
-    The environment variable ``EVERY_CALL`` makes the test try all calls, and not a sample of them.
-    """
+    # The plan is the old one, unless the switch can do without what has failed.
     calls = calls_of(layout, back)
     assert len(calls) > 200, "the runtime's calls must be seen"
     engine, own, other = begun(layout, back=back)
@@ -188,7 +183,6 @@ def ended_within(call):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("broken", ["place", "Executor"])
 def test_a_plan_that_cannot_be_restored_ends_training_clearly(layout, broken, monkeypatch, tmp_path):
-    """Check that each use of an engine names both causes of a failed switch, and that nothing hangs."""
     before = {*threading.enumerate()}
     engine, own, other = begun(layout)
     micro_batch(engine, 0)
@@ -240,11 +234,7 @@ def switched(own, plan):
 
 
 def test_a_switch_that_runs_out_of_device_memory_gives_back_what_it_took():
-    """Check that a switch that fails for lack of GPU memory keeps no GPU memory, however short memory is, and that the
-    same switch succeeds once there is room.
-
-    Parameters in host memory leave GPU memory through buffers, without which the plan cannot run.
-    """
+    # Parameters in host memory leave GPU memory through buffers, without which the plan cannot run.
     engine, device, failed = start(clipping=0.5, accumulation=ACCUMULATION), Short(), 0
     first = plan_for(engine, ["host"], locations=["host"])
     other = plan_for(engine, ["resident", "host"], locations=["host"])
@@ -274,7 +264,6 @@ def test_a_switch_that_runs_out_of_device_memory_gives_back_what_it_took():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="uses a fake CUDA")
 def test_a_refused_page_lock_leaves_no_other_lock_behind(fake):
-    """Check that a switch that cannot lock a page unlocks all that it has locked, and succeeds later."""
     engine = start(clipping=0.5, accumulation=ACCUMULATION)
     first, other = plan_for(engine, ["resident", "device"]), plan_for(engine, ["host"], **EARLY)
     ebbtide.runtime.attach(engine, first, device=CudaDevice())
@@ -300,7 +289,6 @@ def test_a_refused_page_lock_leaves_no_other_lock_behind(fake):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_states_that_could_not_be_offloaded_are_not_set_aside(stage, monkeypatch):
-    """Check that a failed `offload_states` leaves no trace. The plan goes on, and is watched as before."""
     engine = start(clipping=0.5, accumulation=ACCUMULATION, stage=stage)
     ebbtide.runtime.attach(engine, plan_for(engine, ["resident", "host"]), device=device_of(DEVICE))
     own, losses = engine.optimizer._ebbtide, [micro_batch(engine, 0)]
@@ -316,7 +304,7 @@ def test_states_that_could_not_be_offloaded_are_not_set_aside(stage, monkeypatch
 
 
 def test_the_plan_before_overlaps_forward_as_the_new_plan_says(monkeypatch):
-    """Check that a failed switch leaves the new plan's overlap, since other ranks may have switched."""
+    # A failed switch leaves the new plan's overlap, since other ranks may have switched.
     engine = start()
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(DEVICE))
     own, before = engine.optimizer._ebbtide, engine.optimizer._ebbtide.plan
@@ -342,7 +330,6 @@ def planted_once():
 
 
 def test_half_way_what_is_on_a_drive_already_is_checked_when_it_is_read():
-    """Check that a switch that fails half-way has its subgroups on a drive read with their hashes compared."""
     engine = start()
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(list(DEVICES)[-1]))
     session = engine.optimizer._ebbtide

@@ -343,7 +343,6 @@ def settled(engine):
 
 @pytest.mark.parametrize("two", [1, 2], indirect=True)
 def test_forward_waits_module_by_module(two):
-    """Check that a module that begins has waited for its own parameters, while those of the last module still wait."""
     stock, ours, holding = two
     seen, hooks = {}, []
     for name, module in ours.module.named_children():
@@ -367,10 +366,6 @@ def test_forward_waits_module_by_module(two):
 
 @pytest.mark.parametrize("two", [2], indirect=True)
 def test_a_graph_made_before_the_step_is_differentiated_with_the_new_values(two):
-    """Check that backward of a graph that was made before a step reads the parameters after the step.
-
-    Autograd reads them without Python, so backward waits before it begins.
-    """
     stock, ours, holding = two
     found = []
     for engine, step in ((stock, lambda: stock_step(stock)), (ours, holding.step)):
@@ -432,8 +427,6 @@ def test_unusual_parameters(stage, monkeypatch):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_evaluation_takes_the_kernels_that_stock_takes(stage):
-    """Check evaluation right after a step. Some modules of torch take other kernels for parameters of another class."""
-
     def model():
         torch.manual_seed(0)
         return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
@@ -491,8 +484,7 @@ def wrapped(engine):
 @pytest.mark.parametrize("compiled", [whole, parts, forwards, wrapped])
 @pytest.mark.parametrize("when", ["before", "after", "late"])
 def test_compiled_modules_are_compiled_once_and_whole(compiled, when, dynamo):
-    """Check that compiled modules see plain parameters only, so that nothing is compiled again in later steps."""
-
+    # Compiled modules see plain parameters only, so that nothing is compiled again in later steps.
     def counts():
         return dynamo["stats"]["unique_graphs"], sum(dynamo["graph_break"].values())
 
@@ -523,10 +515,6 @@ def test_compiled_modules_are_compiled_once_and_whole(compiled, when, dynamo):
 
 
 def test_a_compiled_function_outside_of_modules_ends_the_overlap(caplog, dynamo):
-    """Check a compiled function that reads parameters which no module's forward precedes: it has stock's results, and
-    is not compiled again without end.
-    """
-
     def run(engine):
         torch.compiler.reset()
         penalty = torch.compile(lambda: engine.module.head.weight.float().square().sum(), backend="eager")

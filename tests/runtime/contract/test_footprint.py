@@ -126,7 +126,6 @@ def test_the_memory_of_early_updates_is_predicted_to_the_byte(pattern, speculate
 
 
 def test_parameters_leave_no_flat_buffer_behind():
-    """Check that no flat parameter buffer of DeepSpeed's remains, and that each subgroup has its own memory."""
     for config in ({}, {"offload_param": {"device": "cpu"}}):
         engine = attached(start(**config), ["host"], DEVICE, locations=["device", "host"])
         optimizer = engine.optimizer
@@ -138,7 +137,6 @@ def test_parameters_leave_no_flat_buffer_behind():
 
 
 def test_gradients_under_way_are_bounded(monkeypatch):
-    """Check that gradients on their way to the host, which are slower than backward here, stay below a limit."""
     most = 30_000  # bytes. Larger parameters are sent alone
     monkeypatch.setattr(gradient_ops, "GRADIENTS_UNDER_WAY_BYTES", most)
     expected = outcome(start(accumulation=2), 4)
@@ -176,11 +174,8 @@ class Copying(DEVICES[DEVICE]):
 
 
 def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
-    """Check that DeepSpeed's flat gradient buffer is freed part by part while the runtime moves its gradients
-    to other memory, so that host memory never holds them twice.
-
-    The pages of a subgroup return to the operating system once it has moved, so they read as zeros.
-    """
+    # DeepSpeed's flat gradient buffer is freed part by part while the runtime moves its gradients to other memory, so
+    # that host memory never holds them twice.
     engine = start()
     optimizer = engine.optimizer
     optimizer._pieces = Pieces(optimizer, cuts_of(optimizer, SUBGROUP))
@@ -244,10 +239,7 @@ def measured(tmp_path_factory, deepspeed_ops):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["host", "mixed", "device"])
 def test_both_memories_are_within_3_percent_of_what_a_process_takes(case, measured):
-    """Check that the predicted host and GPU memory of a plan are within 3% of what a training process takes.
-
-    The GPU is emulated in host memory. Host memory is measured as the process's resident set without the emulated
-    GPU's memory. The model has 50 million parameters. They are kept in host memory, in GPU memory, or partly in each.
-    """
+    # The GPU is emulated in host memory. Host memory is measured as the process's resident set without the emulated
+    # GPU's memory.
     for memory, (told, taken) in json.loads((measured / f"{case}.json").read_text()).items():
         assert taken == pytest.approx(told, rel=0.03), memory

@@ -90,7 +90,6 @@ def test_what_comes_in_is_what_is_fetched(case):
 
 @pytest.mark.parametrize(("reuse", "recompute"), [(0, False), (0, True), (12_000, True), (10**9, False)])
 def test_what_a_config_says_before_anything_runs(reuse, recompute):
-    """Check the predicted bytes of parameters that a step copies to the GPU, from a Llama model's configs alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {

@@ -91,7 +91,6 @@ def test_save_and_resume_in_another_placement(name, stage, monkeypatch, tmp_path
 
 
 def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
-    """Check that stock resumes with Lion from a plan's checkpoint, which holds stock's unused second moment."""
     use_build(monkeypatch, HERE)
     expected = stock("lion", 3, 5)
     saving = attached(engine_for("lion", 3), MIX[:3], DEVICE, None)
@@ -114,14 +113,9 @@ def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
     ],
 )
 def test_unused_parameters_under_a_rule_that_spends_its_gradient(name, stage, device):
-    """Check that Adagrad has the same results under a plan as in stock DeepSpeed if some parameters get no gradient
-    in a step.
-
-    DeepSpeed's Adagrad updates the elements after the last whole vector in a scalar loop, which overwrites their
-    gradient with the update. If the next step brings no new gradient, the overwritten values are used as the
-    gradient. In this test, such elements belong to a branch that some batches do not use.
-    """
-
+    # DeepSpeed's Adagrad updates the elements after the last whole vector in a scalar loop, which overwrites their
+    # gradient with the update. If the next step brings no new gradient, the overwritten values are used as the
+    # gradient.
     def new():
         kind, params = OPTIMIZERS[name]
         extra = {"optimizer": {"type": kind, "params": params}}

@@ -57,7 +57,7 @@ def locked_bytes(locked, config, plan=None):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
-    """Check that stock DeepSpeed page-locks memory here, so that tests that find no page lock prove something."""
+    # Stock DeepSpeed page-locks memory here, so that tests that find no page lock prove something.
     assert locked_bytes(locked, config_of(stage, tmp_path)) > 4 * 10**4
 
 
@@ -67,7 +67,6 @@ def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
     [(2, "cpu", True), (3, "cpu", True), (3, "nvme", True), (2, "cpu", False), (3, "cpu", False)],
 )
 def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin, tmp_path, monkeypatch):
-    """Check that DeepSpeed page-locks nothing under a plan. With "auto" it once locked 6 bytes per parameter."""
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     plan = "auto"
     if not automatic:
@@ -80,7 +79,7 @@ def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatch):
-    """Check that attaching "auto" compiles the GPU's kernels. Otherwise the fifth step would wait for them."""
+    # Attaching "auto" compiles the GPU's kernels. Otherwise the fifth step would wait for them.
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     prepared = []
     monkeypatch.setattr(EmulatedDevice, "prepare", lambda _, *forms: prepared.append(forms))

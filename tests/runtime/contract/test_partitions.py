@@ -16,11 +16,8 @@ DEVICE = list(DEVICES)[-1]
 
 @pytest.mark.parametrize("subgroup", [1_003, 77_777, 10**9])
 def test_borders_of_subgroups_do_not_show(subgroup):
-    """Check that the size of a plan's subgroups does not change the results of training.
-
-    The borders matter because DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in
-    a different way.
-    """
+    # The borders matter because DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in a
+    # different way.
     ours = attached(start(stage=2), MIX, DEVICE, subgroup=subgroup)
     assert_same(outcome(ours), stock("clipping", 2))
 
@@ -72,7 +69,6 @@ def test_what_users_write_counts(pattern):
 
 
 def test_state_is_shown_while_it_is_away():
-    """Check that a script can read the fp32 masters while `offload_states` has moved the states away."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     ours = attached(start(stage=2), MIX, DEVICE)
@@ -106,12 +102,7 @@ def test_gradients_are_shown_as_stock_shows_them():
 
 
 def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
-    """Check that DeepSpeed's gradient getter returns under a plan what it returns in stock DeepSpeed, even if that is
-    the gradient of another parameter.
-
-    With ``round_robin_gradients`` and several ranks, DeepSpeed may list gradients in another order than parameters.
-    The test gets such a case by exchanging the indices of two parameters.
-    """
+    # With ``round_robin_gradients`` and several ranks, DeepSpeed may list gradients in another order than parameters.
     from deepspeed.utils import safe_get_full_grad
 
     shown = []
@@ -130,7 +121,7 @@ def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
 
 
 def test_the_device_is_asked_once_whether_a_shared_gradient_overflowed():
-    """Check that overflows of shared gradients are read from the GPU once per step, so that backward goes on."""
+    # Overflows of shared gradients are read from the GPU once per step, so that backward goes on.
     engine = attached(start(stage=2), MIX, DEVICE, None)
     optimizer = engine.optimizer
     for value in (1.0, float("inf"), 2.0):

@@ -72,12 +72,8 @@ class Apart(Counting):
 
 @pytest.mark.parametrize("back", [False, True])
 def test_what_leaves_the_device_leaves_before_what_comes_in(back):
-    """Check that a switch between two plans needs at most the GPU memory of the larger plan plus the memory of one
-    subgroup, which is there twice for a moment.
-
-    One plan keeps parameters on the GPU, the other one keeps optimizer state there. If a switch needed memory for both,
-    ebbtide would refuse the new plan on a GPU with room for only one of them, and use a slower plan.
-    """
+    # One plan keeps parameters on the GPU, the other one keeps optimizer state there. If a switch needed memory for
+    # both, ebbtide would refuse the new plan on a GPU with room for only one of them, and use a slower plan.
     engine, device = start(ByteGPT(MODEL)), Apart()
     here = plan_for(engine, ["host"], locations=["device"])
     some = here.subgroup_count // 7
@@ -99,11 +95,6 @@ def test_what_leaves_the_device_leaves_before_what_comes_in(back):
 
 
 def test_state_and_gradients_leave_the_device_before_others_come_in():
-    """Check that no switch needs more GPU memory than the larger one of both plans, but for one subgroup that is
-    there twice, whichever subgroups leave GPU memory, and in whichever order the subgroups lie.
-
-    Subgroups with state in GPU memory have state and gradients there, and those with staged updates only gradients.
-    """
     engine, device = start(ByteGPT(MODEL)), Apart()
     count = plan_for(engine, ["host"]).subgroup_count
     many = {"resident": count // 7, "device": count - count // 7}
@@ -161,12 +152,6 @@ def are_at(engine, storages):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeypatch):
-    """Check that DeepSpeed's `offload_states` frees the GPU memory of the optimizer states under a plan, and
-    that training keeps stock DeepSpeed's results.
-
-    RL trainers call `offload_states` around a rollout. Steps before, during and after the offload are
-    compared bit for bit.
-    """
     expected = outcome(start(stage=stage), 6)
     engine = start(stage=stage)
     device = PageLocking(2**26)
@@ -204,9 +189,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
 
 
 def mapped_bytes():
-    """Return the total bytes of this process's memory mappings that were made by `mmap.mmap(-1, ...)`. Linux lists such
-    a mapping under ``/dev/zero``.
-    """
+    """Return the total bytes of this process's memory mappings that were made by `mmap.mmap(-1, ...)`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ends)

@@ -102,12 +102,7 @@ def test_pieces_end_with_parameters_and_with_vectors(groups, size):
 
 @pytest.mark.parametrize("pattern", [["host"], MIX])
 def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
-    """Check that stock DeepSpeed, and an engine under another plan, can load a checkpoint that was saved under a plan
-    that cuts DeepSpeed's subgroups into parts.
-
-    The checkpoint holds DeepSpeed's whole subgroups. Their parts are written directly from the memory that training
-    uses, and are not joined in a copy first.
-    """
+    # The checkpoint holds DeepSpeed's whole subgroups.
     saving = cut(coarse(), pattern)
     train(saving, 3)
     layout = lay_out(saving.optimizer.state_dict(), saving.checkpoint_engine._live, stream_device=True)
@@ -125,7 +120,6 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
 
 
 def test_parameters_that_are_apart_are_shown_whole():
-    """Check that DeepSpeed's attributes show its 16-bit partitions whole, and that no flat buffer remains."""
     ours = cut(coarse(), ["host"], locations=["host", "device"])
     optimizer = ours.optimizer
     train(ours, 2)
@@ -212,7 +206,7 @@ def test_another_plan_of_the_same_pieces():
 
 @pytest.mark.parametrize("pattern", [MIX, ["resident"]])
 def test_their_footprint_is_what_is_allocated(pattern):
-    """Check the predicted memory to the byte: DeepSpeed's fp32 tensors stay, even if all state is on the GPU."""
+    # Check the predicted memory to the byte: DeepSpeed's fp32 tensors stay, even if all state is on the GPU.
     ours = cut(coarse(), pattern, seed=None)
     own = ours.optimizer._ebbtide
     sizes = own.engine.sizes()
@@ -242,7 +236,6 @@ def test_stored_state_and_own_steps_are_not_for_pieces():
     ("granted", "locations"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
 )
 def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
-    """Check that an engine trains as DeepSpeed alone if CUDA grants only ``granted`` page locks to `attach`."""
     engine = coarse()
     fake.runtime.refuses_after = granted
     plan = plan_for(engine, ["resident", "device"], pieces=True, locations=locations)
@@ -268,7 +261,6 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
 
 
 def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
-    """Check that ``plan="auto"`` changes to a plan with early updates. The search is replaced by such a plan."""
     monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
     stock, engine = outcome(coarse(), 8), coarse()
@@ -296,12 +288,8 @@ def dropping(size=SIZES["tiny"]):
 @pytest.mark.skipif(DEVICE == "unified", reason="one memory has no other place for parameters")
 @pytest.mark.parametrize("options", [{"subgroup_size": SUBGROUP}, {"accumulation": 2, "clipping": 0.01}])
 def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
-    """Check that training with ``plan="auto"`` and dropout has stock DeepSpeed's bits, if the plan moves 16-bit
-    parameters to host memory. DeepSpeed's config keeps all parameters on the GPU.
-
-    The plan comes from the real search. The search is told that the CPU updates slowly and that no GPU memory is free.
-    So training becomes faster if parameters leave GPU memory and optimizer state takes their place.
-    """
+    # DeepSpeed's config keeps all parameters on the GPU. The plan comes from the real search. The search is told that
+    # the CPU updates slowly and that no GPU memory is free.
     monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", functools.partial(with_a_slow_cpu, auto.better_plan))
     options = {"subgroup_size": 4 * LARGE, **SHORT_LIVED, **options}
@@ -333,7 +321,6 @@ def with_a_slow_cpu(better_plan, workload, machine, current, _free_device, free_
 
 @pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
 def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
-    """Check that ``plan="auto"`` cuts no subgroups of an optimizer that runs its own Python step."""
     monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())

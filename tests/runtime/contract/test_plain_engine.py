@@ -172,7 +172,6 @@ def test_a_checkpoint_written_during_training_resumes_with_the_same_bits(tmp_pat
 
 
 def test_it_imports_no_deepspeed():
-    """Check that the tests' plain-torch engine and the runtime that it uses import no DeepSpeed."""
     source = Path(plain_engine.__file__).read_text()
     names = {
         alias.name if isinstance(node, ast.Import) else node.module

@@ -119,7 +119,6 @@ def test_an_optimizer_with_its_own_step_and_stored_state_are_refused(pattern, re
 
 @pytest.mark.parametrize("pattern", [["host"], MIX, ["resident"]])
 def test_the_memory_that_is_asked_for_before_an_engine_is_built(pattern, tmp_path):
-    """Check the host memory computed before an engine is built, also of state that lives on the GPU."""
     engine = initialized(planned(tmp_path, pattern))
     if DEVICE != "unified":
         named = engine.optimizer._ebbtide.plan.model_copy(update={"subgroups": engine.optimizer.sizes()})

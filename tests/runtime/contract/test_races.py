@@ -44,14 +44,9 @@ class Rare(torch.nn.Module):
 @pytest.mark.parametrize("device", list(DEVICES))
 @pytest.mark.parametrize("placement", ["host", "device", "resident"])
 def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, placement):
-    """Check that the scaling of an unused parameter's gradient waits for the previous update, which still reads
-    this gradient.
-
-    If a step does not use a parameter, stock DeepSpeed scales the parameter's old gradient again and applies it.
-    Normally the gather of a parameter in forward waits for the previous update, but an unused parameter is not
-    gathered.
-    """
-
+    # If a step does not use a parameter, stock DeepSpeed scales the parameter's old gradient again and applies it.
+    # Normally the gather of a parameter in forward waits for the previous update, but an unused parameter is not
+    # gathered.
     def new():
         return start(model=Rare(), clipping=0.05, subgroup_size=9000)
 
@@ -66,12 +61,8 @@ def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, pl
 @pytest.mark.skipif(not EMULATED, reason="on a GPU, hooks run when the forward is issued")
 @pytest.mark.parametrize("location", ["host", "device"])
 def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
-    """Check that DeepSpeed's prefetch of the parameters of later modules does not wait for the updates of these
-    parameters, and that the prefetch is not dropped.
-
-    In this test the updates end only after the first module's forward. A prefetch that waited for them would
-    block this forward. Parameters on the device need no prefetch (see `Views`).
-    """
+    # In this test the updates end only after the first module's forward. A prefetch that waited for them would block
+    # this forward.
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
     ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, locations=[location])
     train(ours, 3)

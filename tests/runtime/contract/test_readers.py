@@ -194,11 +194,9 @@ def test_what_is_read_right_after_a_step_is_new_and_whole(read):
 
 
 def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value():
-    """Check that under ZeRO-3 parameters have stock DeepSpeed's shapes right after a step, and the new values, or
-    NaN until their update has ended. They never have the values from before the step.
-
-    The shapes matter because a Trainer counts ``p.numel()`` at that time for its `total_flos`.
-    """
+    # Under ZeRO-3 parameters have stock DeepSpeed's shapes right after a step, and the new values, or NaN until their
+    # update has ended. They never have the values from before the step. The shapes matter because a Trainer counts
+    # ``p.numel()`` at that time for its `total_flos`.
     reference, ours = start(), attached(start(), MIX, list(DEVICES)[-1])
     for number in range(2):
         for engine in (reference, ours):
@@ -228,11 +226,8 @@ def shown_around_checkpoints(engine, folder, **options):
 
 @pytest.mark.parametrize("options", [{}, {"load_module_only": True}])
 def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options):
-    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values right after a
-    checkpoint is saved and right after one is loaded. The losses of the next steps must be stock DeepSpeed's too.
-
-    The plan keeps no state on a drive, since updates of such state may still run after a save.
-    """
+    # The losses of the next steps must be stock DeepSpeed's too. The plan keeps no state on a drive, since updates of
+    # such state may still run after a save.
     seen, memory = [], [placement for placement in MIX if placement != "stored"]
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, memory, LAST))):
         engine = attach(start(model=ReadsAnothersParameter(SIZES["tiny"])))
@@ -247,12 +242,9 @@ def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options
 
 
 def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_path):
-    """Check the small parameters, which ZeRO-3 keeps whole on each rank, if all optimizer state is on a drive. They
-    must have stock DeepSpeed's values after a checkpoint save and a `wait`.
-
-    The save returns while updates may still run. Until the `wait`, the parameters' ``.data`` is NaN, so that a
-    script cannot mistake old values for new ones.
-    """
+    # Check the small parameters, which ZeRO-3 keeps whole on each rank, if all optimizer state is on a drive. They must
+    # have stock DeepSpeed's values after a checkpoint save and a `wait`. The save returns while updates may still run.
+    # Until the `wait`, the parameters' ``.data`` is NaN, so that a script cannot mistake old values for new ones.
     shown = []
     for attach in (lambda e: e, lambda e: attached(e, ["stored"], LAST)):
         engine = attach(start(model=ReadsAnothersParameter(SIZES["tiny"])))
@@ -267,11 +259,8 @@ def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_pa
 
 
 def test_a_copy_of_the_module_has_stocks_values():
-    """Check that a deep copy of a ZeRO-3 engine's module has stock DeepSpeed's values under a plan.
-
-    Normally the gather of a parameter waits for the parameter's update. A deep copy gathers no parameter, so the
-    copy itself must wait for the updates. Weight averaging, for example, begins with such a copy.
-    """
+    # Normally the gather of a parameter waits for the parameter's update. A deep copy gathers no parameter, so the copy
+    # itself must wait for the updates.
     seen = []
     for engine in (start(), attached(start(), MIX, LAST)):
         train(engine, 2)
@@ -282,7 +271,6 @@ def test_a_copy_of_the_module_has_stocks_values():
 
 
 def test_the_door_shut():
-    """Check that tensors that a script holds are up to date after a step with ``overlap_forward=False``."""
     import ebbtide.runtime
 
     from tests.runtime.contract.training import device_of, plan_for
@@ -313,11 +301,8 @@ def test_resident_state_is_shown_below_zero_3():
 
 
 def test_a_steady_step_waits_for_no_gated_attribute(monkeypatch):
-    """Check that DeepSpeed's own code never waits for all running updates in a usual training step.
-
-    A read of certain attributes of DeepSpeed's optimizer waits for these updates. If DeepSpeed read such an attribute
-    in every step, updates would not overlap with the forward pass.
-    """
+    # A read of certain attributes of DeepSpeed's optimizer waits for these updates. If DeepSpeed read such an attribute
+    # in every step, updates would not overlap with the forward pass.
     from ebbtide.runtime.zero.stage3 import EbbtideStage3
 
     engine = attached(start(), ["host"], list(DEVICES)[-1])
@@ -362,7 +347,6 @@ def test_weights_load_where_the_optimizers_files_were_deleted(stage, tmp_path):
 
 @pytest.mark.parametrize("pattern", [["stored"], MIX])
 def test_weights_load_without_the_optimizers_states(pattern, tmp_path):
-    """Check that ``load_optimizer_states=False`` gives stock's weights, which come from the fp32 masters."""
     seen = []
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, pattern, LAST))):
         engine = attach(start())

@@ -81,7 +81,6 @@ def test_memory_holds_slots_and_storage_the_rest(device):
 
 @pytest.mark.parametrize("begin", [["host", "device"], ["stored", "host"]])
 def test_training_goes_on_as_plans_take_state_to_storage_and_off_it(begin, tmp_path):
-    """Check that changes of the plan that move state to a drive and back, and a resume, keep stock's results."""
     later = {1: ["host", "stored"], 2: ["host", "device"], 3: ["stored", "stored", "host"], 4: ["stored"]}
 
     def between(engine, number):
@@ -203,11 +202,8 @@ def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
 
 
 def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_machine, monkeypatch):
-    """Check that ``plan="auto"`` stores on the drive only the state that host memory cannot hold, although the
-    DeepSpeed config offloads all state to a drive.
-
-    A resumed run stores the same subgroups, however much memory is free at that time.
-    """
+    # ``plan="auto"`` stores on the drive only the state that host memory cannot hold, although the DeepSpeed config
+    # offloads all state to a drive.
     free_memory(monkeypatch, FREE_BYTES)
     engine = on_a_drive(tmp_path, "auto")
     session = engine.optimizer._ebbtide
@@ -234,14 +230,10 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
 
 
 def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):
-    """Check that ``plan="auto"`` counts host buffers when it chooses how many subgroups to move from host memory to a
-    drive. A subgroup on the drive needs such a buffer for its update. The DeepSpeed config offloads the optimizer to a
-    drive.
-
-    In the test, the state exceeds free host memory by a quarter of the largest subgroup's state. One subgroup on the
-    drive would save nothing, because its host buffer is as large as its state. Two subgroups on the drive can share one
-    buffer, which saves enough. So the plan must have one buffer, and leave other subgroups in host memory.
-    """
+    # A subgroup on the drive needs such a buffer for its update. The DeepSpeed config offloads the optimizer to a
+    # drive. In the test, the state exceeds free host memory by a quarter of the largest subgroup's state. One subgroup
+    # on the drive would save nothing, because its host buffer is as large as its state. Two subgroups on the drive can
+    # share one buffer, which saves enough. So the plan must have one buffer, and leave other subgroups in host memory.
     free_memory(monkeypatch, 10**12)
     session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide
     largest = 12 * max(session.plan.subgroups)
@@ -292,7 +284,6 @@ def planted(*_, **__):
 
 @pytest.mark.parametrize("broken", ["execution.session.threads_of", "zero.planned.PlannedZero.gradient_buffers"])
 def test_a_failed_attach_lets_go_of_the_folder(broken, tmp_path, monkeypatch):
-    """Check that a failed attach ends all threads and lets go of the folder for optimizer state."""
     engine, before = start(), {*threading.enumerate()}
     plan = plan_for(engine, ["stored"], storage_dir=str(tmp_path))
     with monkeypatch.context() as patch:
@@ -313,8 +304,6 @@ def hooks(engine):
 
 
 def test_a_failed_copy_to_the_gpu_keeps_neither_folder_nor_hooks(tmp_path):
-    """Check that the end of an engine releases folder and hooks after an operation of its last step failed."""
-
     def fail(op):
         if op.kind is OpKind.STATE_H2D:
             raise Planted
@@ -334,12 +323,8 @@ def test_a_failed_copy_to_the_gpu_keeps_neither_folder_nor_hooks(tmp_path):
 
 
 def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
-    """Check that DeepSpeed's script `zero_to_fp32` and stock DeepSpeed's `load_checkpoint` refuse a checkpoint of
-    ebbtide that has optimizer state on a drive.
-
-    The checkpoint's own files do not contain this state. The error must name the command `tune checkpoint
-    export`, which writes an ordinary DeepSpeed checkpoint with all state.
-    """
+    # The checkpoint's own files do not contain this state. The error must name the command `tune checkpoint export`,
+    # which writes an ordinary DeepSpeed checkpoint with all state.
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 1)
     ours.save_checkpoint(str(tmp_path))
@@ -354,7 +339,6 @@ def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
 
 
 def test_checkpoints_are_exported_for_stock_whose_own_are_read(tmp_path):
-    """Check that stock DeepSpeed and ebbtide resume from an exported checkpoint that had state on a drive."""
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 3)
     ours.save_checkpoint(str(tmp_path / "ours"))

@@ -58,7 +58,7 @@ def undisturbed(steps, first):
 
 
 def test_a_save_does_not_wait_for_what_is_on_its_way_to_storage(tmp_path):
-    """Check that a save returns although the last step's optimizer state is not yet on the drive."""
+    # A save returns although the last step's optimizer state is not yet on the drive.
     engine, may_write = stored(tmp_path), threading.Event()
     train(engine, 2)
     engine.optimizer.wait()
@@ -152,7 +152,6 @@ def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_ov
 
 @pytest.mark.parametrize(("keep", "said"), [(0, 1), (1, 0), (2, 0)])
 def test_what_cannot_be_kept_is_said_at_the_start(tmp_path, caplog, keep, said):
-    """Check the warning for ``checkpoint.keep`` = 0: all checkpoints stay, but drives hold one's state only."""
     with caplog.at_level("WARNING", "ebbtide"):
         engine = stored(tmp_path, keep=keep)
     assert (
@@ -256,7 +255,6 @@ def move(engine):
 
 @pytest.mark.parametrize("use", [step_on, look, move])
 def test_a_flipped_bit_of_a_moment_is_found_before_it_is_used(use, flipped_moment):
-    """Check that a flipped bit of a stored moment raises an error when an update first reads the moment."""
     engine = stored(flipped_moment)
     engine.load_checkpoint(flipped_moment / "ck")
     with pytest.raises((BackgroundError, DamagedError)) as caught:

@@ -52,11 +52,9 @@ def loop_of(engine, actions):
 
 
 def reads_in_a_window():
-    """Return whether the installed DeepSpeed can gather a ZeRO-3 parameter between the micro-batches of a step.
-
-    A test needs such a gather to read the training state. DeepSpeed 0.18.6 raises an error: if a module's input
-    needs no gradient, the module's parameters stay marked as in use after backward.
-    """
+    """Return whether the installed DeepSpeed can gather a ZeRO-3 parameter between the micro-batches of a step."""
+    # A test needs such a gather to read the training state. DeepSpeed 0.18.6 raises an error: if a module's input needs
+    # no gradient, the module's parameters stay marked as in use after backward.
     from deepspeed.runtime.zero import partitioned_param_coordinator as module
 
     return hasattr(module.PartitionedParameterCoordinator, "release_backward_leftovers")
@@ -180,13 +178,8 @@ MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     ("loop", "stage"), [("bs" * 22, 1), ("bbs bs bs bbs bs bs bs bbs", 2), ("bs bz bs bbs bz bs bs", 1)]
 )
 def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
-    """Check that training with 16-bit master weights under ZeRO-1 and 2 has the same results under a plan as with
-    stock DeepSpeed, bit for bit, also if some steps do not use all parameters.
-
-    DeepSpeed sums gradients in the tensor from which the optimizer reads them. The scaled gradient of an unused
-    parameter stays in this tensor, and the parameter's next gradient is added to it. A plan must do the same.
-    """
-
+    # DeepSpeed sums gradients in the tensor from which the optimizer reads them. The scaled gradient of an unused
+    # parameter stays in this tensor, and the parameter's next gradient is added to it. A plan must do the same.
     def new():
         accumulation = 2 if loop.count("s") > 8 else 1
         return start(model=Experts(ROUTES), accumulation=accumulation, stage=stage, clipping=0.05, extra=MASTERS_16)
@@ -214,12 +207,7 @@ def test_masters_of_16_bits_show_their_gradient_within_a_window():
 
 
 def test_sums_in_another_precision_than_the_parameters(monkeypatch):
-    """Check that training with bf16 gradient sums and fp16 parameters gives the same results under a plan as with
-    stock DeepSpeed.
-
-    Under ZeRO-1, stock DeepSpeed adds micro-batches in bf16 and keeps the sum in fp16 until the next micro-batch.
-    Each sum is thus rounded to both precisions.
-    """
+    # Under ZeRO-1, stock DeepSpeed adds micro-batches in bf16 and keeps the sum in fp16 until the next micro-batch.
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
@@ -257,12 +245,8 @@ def stock_with_experts(routes, grad_dtype, stage):
     ids=["often, on the device", "often, fp32", "rare", "rare, fp32, on the device"],
 )
 def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device, sums):
-    """Check that a model with experts that some micro-batches do not use trains under a plan as with stock DeepSpeed.
-
-    If an expert gets no gradient in a step, stock DeepSpeed applies the expert's gradient from an earlier step once
-    more. ebbtide must do the same.
-    """
-
+    # If an expert gets no gradient in a step, stock DeepSpeed applies the expert's gradient from an earlier step once
+    # more. ebbtide must do the same.
     engine = with_experts(routes, grad_dtype, stage)
     ours = follow(attached(engine, MIX, device, subgroup=5_000, device_sums=sums), "bs" * len(routes.split()))
     assert_same(ours, stock_with_experts(routes, grad_dtype, stage))
@@ -270,7 +254,6 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
 
 @pytest.mark.parametrize(("stage", "device"), WHERE)
 def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
-    """Check that no backward allocates host memory, which would be page-locked while training waits."""
     engine = attached(start(stage=stage, accumulation=3), MIX if stage == 3 else ["host", "device"], device)
     session = engine.optimizer._ebbtide
     allocated, inside, allocate = [], [False], type(session.device).host_empty

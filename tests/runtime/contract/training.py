@@ -44,12 +44,7 @@ def device_of(name: str) -> Device:
 
 
 def slowed(*rates: float) -> Device:
-    """Return an emulated GPU that is slowed down to the given speeds of copies and updates. On a machine with a
-    GPU, ignore the speeds and return the real GPU.
-
-    Args:
-        rates: Values of the fields of `EmulatedRates`, in order.
-    """
+    """Return an emulated GPU that is slowed down to the given speeds of copies and updates."""
     return PacedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
 
 

@@ -90,12 +90,8 @@ class Order:
             self._seen[key] = kept[-KEPT:]
 
     def _storage(self, tensor):
-        """Return the key under which the accesses to a tensor's storage are recorded: the address of the storage
-        object.
-
-        If the address belonged to a storage that has been freed since, forget the recorded accesses to the freed
-        storage.
-        """
+        # If the address belonged to a storage that has been freed since, forget the recorded accesses to the freed
+        # storage.
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self._alive.get(key)
@@ -304,9 +300,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _where():
-    """Return the innermost two lines of the current call stack that are in ebbtide or DeepSpeed. In the report of a
-    race between memory accesses, these lines tell where an access was made.
-    """
+    # In the report of a race between memory accesses, these lines tell where an access was made.
     frame, lines = sys._getframe(2), []
     while frame is not None and len(lines) < 2:
         path = frame.f_code.co_filename

@@ -99,9 +99,6 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
 
 
 def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], sixteens: list[int]) -> Any:
-    """Return Triton's source object of a kernel, for compilation. ``sixteens`` are positions of arguments
-    divisible by 16.
-    """
     from triton.compiler import ASTSource
 
     if "constexprs" in inspect.signature(ASTSource).parameters:
@@ -133,9 +130,6 @@ def library(functions: list[str]) -> Any:
 
 
 def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
-    """Return the path of a file in the tests' cache folder. If no file has this name and key yet, let ``make``
-    write the file.
-    """
     path = cache_dir() / "tests" / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -157,7 +157,6 @@ def _parse(line: str) -> tuple[str, str | None, str, list[str]]:
 
 
 def _operands(text: str) -> list[str]:
-    """Return the operands of a PTX instruction as a list of texts. They are split at commas outside of braces."""
     return [part.strip() for part in re.split(r",(?![^{]*\})", text)]
 
 
@@ -191,7 +190,6 @@ def _instruction(op: str, operands: list[str]) -> str:
 
 
 def _move(operands: list[str], bits: int) -> str:
-    """Return C++ code for a PTX move between registers, or between a register and its two halves."""
     to, source = operands
     half = bits // 2
     if to.startswith("{"):
@@ -205,7 +203,6 @@ def _move(operands: list[str], bits: int) -> str:
 
 
 def _access(kind: str, words: list[str], operands: list[str]) -> str:
-    """Return C++ code for a PTX load or store of one or several words, in global or shared memory."""
     registers, address = operands if kind == "ld" else reversed(operands)
     found = re.fullmatch(r"\[\s*(%\w+|global_smem)\s*(?:\+\s*(\d+))?\s*\]", address)
     if found is None or words[0] not in ("global", "shared"):

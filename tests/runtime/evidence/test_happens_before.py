@@ -61,12 +61,9 @@ def read_between(engine, steps):
 
 
 def repeat_backward(engine, steps):
-    """Train under a plan, with two backward passes before every second call of ``engine.step``. ``steps`` is the
-    total number of ``engine.step`` calls.
-
-    The second of these two passes adds to gradients whose copies to the host may still run, because no update
-    has waited for the copies.
-    """
+    """Train under a plan, with two backward passes before every second call of ``engine.step``."""
+    # ``steps`` is the total number of ``engine.step`` calls. The second of these two passes adds to gradients whose
+    # copies to the host may still run, because no update has waited for the copies.
     loop_of(engine, "bs bbs" * (steps // 2))
 
 
@@ -306,7 +303,6 @@ def waiters():
 
 
 def test_every_wait_in_the_code_has_its_mutant():
-    """Check that each wait in the runtime's code has a mutant. A new wait fails this test until it has one."""
     assert {f.name for f in dataclasses.fields(GradientCopy)} == GRADIENTS.keys() | NO_WAITS
     assert {*Wait, *Slot} == STEPS.keys()
     assert set(waiters()) == WAITERS.keys()
@@ -326,7 +322,6 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
 
 @pytest.mark.slow
 def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, capsys):
-    """Check on two ranks with different placements that no accesses race, and that each left-out wait does."""
     done = launch("tests.runtime.evidence.two_ranks", tmp_path)
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"

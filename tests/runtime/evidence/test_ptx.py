@@ -99,11 +99,6 @@ def kernels():
 
 
 def test_ptx_has_the_host_kernels_bits(kernels, capsys):
-    """Check that every compiled version of a GPU update kernel computes the host kernel's bits in two optimizer
-    steps. The kernel's PTX is translated to C++ and runs on the CPU.
-
-    The tested lengths include blocks that are not full, and elements that remain after the last whole vector.
-    """
     sources, names = {}, {}
     for form, asm in kernels.items():  # two generations of GPUs often get the same code
         text = "\n".join(ptx_to_cpp.body_of(asm["ptx"]))
@@ -124,12 +119,6 @@ def test_ptx_has_the_host_kernels_bits(kernels, capsys):
 
 
 def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
-    """Check that GPU update kernels, translated from PTX to C++, compute the host kernel's bits with learning rate
-    0, as in the first step of a warm-up.
-
-    The Lion optimizer then adds 0.0 or -0.0 to each parameter. Only with the right sign do parameters of -0.0 have
-    the host kernel's bits.
-    """
     forms = [form for form in FORMS if is_assembled(form)]
     functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in forms]
     loaded = library(functions)
@@ -138,14 +127,12 @@ def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
 
 
 def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
-    """Check that the PTX has no approximate or flushing instructions, and names its GPU generation."""
     for form, asm in kernels.items():
         assert not [op for op in ptx_to_cpp.opcodes(asm["ptx"]) if "approx" in op or "ftz" in op]
         assert f".target sm_{form.architecture}" in asm["ptx"]
 
 
 def test_ptx_that_computes_otherwise_shows(kernels, capsys):
-    """Check that one inexact instruction in a kernel's PTX gives other bits than the host kernel."""
     forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, NEWER)]
     mutants = {form: mutable(ptx_to_cpp.opcodes(kernels[form]["ptx"])) for form in forms}
     loaded = library(
@@ -167,23 +154,18 @@ def test_ptx_that_computes_otherwise_shows(kernels, capsys):
 
 
 def mutable(opcodes):
-    """Choose the instructions of an update kernel's PTX code that the test replaces by wrong ones, one at a time.
-
-    Return a dict from the position of each chosen instruction in the code to its opcode. A GPU thread updates eight
-    elements, so the compiler writes each instruction eight times, or four times if one instruction handles two
-    elements. Only the first one of each such group is chosen.
-    """
+    """Choose the instructions of an update kernel's PTX code that the test replaces by wrong ones, one at a time."""
+    # Return a dict from the position of each chosen instruction in the code to its opcode. A GPU thread updates eight
+    # elements, so the compiler writes each instruction eight times, or four times if one instruction handles two
+    # elements.
     places = {op: [i for i, o in enumerate(opcodes) if o == op] for op in ptx_to_cpp.MUTATED}
     return {i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]}
 
 
 def test_ptx_is_assembled_without_another_fusion(kernels):
-    """Check that the machine code of an update kernel has as many multiplications and additions as its PTX.
-
-    If the assembler fused a product and a sum into one instruction, the counts would be too small, and the
-    kernel would round differently. Divisions and square roots become several instructions. Their
-    multiplications and additions have an opcode suffix, and are not counted.
-    """
+    # If the assembler fused a product and a sum into one instruction, the counts would be too small, and the kernel
+    # would round differently. Divisions and square roots become several instructions. Their multiplications and
+    # additions have an opcode suffix, and are not counted.
     bad = []
     for form, asm in kernels.items():
         if not is_assembled(form):

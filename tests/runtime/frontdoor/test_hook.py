@@ -104,7 +104,6 @@ def test_an_op_of_stock_is_built_without_a_module_of_ours(folder):
 
 
 def test_a_scripts_own_runtime_and_profiler_are_in_nobodys_way(folder):
-    """Check that a script may have modules of its own named runtime, profiler, simulator or tuner."""
     for name in ("runtime", "profiler", "simulator", "tuner"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported')\n")
     (folder / "own.py").write_text(

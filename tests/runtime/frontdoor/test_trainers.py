@@ -98,7 +98,6 @@ def test_same_bits_of_a_compiled_model(front_door, dynamo):
 
 @pytest.mark.slow
 def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
-    """Check LoRA: no frozen parameters are saved, and the best model is found while it is still being written."""
     options = {
         "wrap": trainers.with_lora,
         "max_steps": 4,
@@ -142,9 +141,7 @@ def stored_key(folder, **checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 1, 3])
 def test_the_best_model_of_stored_state_is_there_at_the_end(front_door, tmp_path, limit, monkeypatch):
-    """Check that the best checkpoint of a run can be loaded at its end if optimizer state is on a drive. In an earlier
-    version the state of all checkpoints but the newest was overwritten, and the run failed at its end.
-    """
+    # In an earlier version the state of all checkpoints but the newest was overwritten, and the run failed at its end.
     out = tmp_path / "out"
     rows = trainers.samples(80)  # more samples than are trained, so that the loss on the first ones falls
     monkeypatch.setattr(trainers, "samples", lambda: rows)

@@ -40,11 +40,7 @@ def equal(one, other):
 
 
 def write_all(store, version, number=None):
-    """Write the optimizer state of every subgroup to a store on a drive, as a given version.
-
-    Args:
-        number: Number that selects the content, see `state`. None: the number of the version.
-    """
+    """Write the optimizer state of every subgroup to a store on a drive, as a given version."""
     for subgroup in ELEMENTS:
         store.write(subgroup, state(subgroup, version if number is None else number), version)
 
@@ -65,11 +61,9 @@ def step(store, number):
 
 
 def commit(store, version, number, data=""):
-    """Commit one version of the optimizer state in a store, as the step ``number``.
-
-    The version (the state of all subgroups) must have been announced, which protects it from being overwritten
-    until the commit. If the store then has more steps than it keeps, it drops the oldest ones.
-    """
+    """Commit one version of the optimizer state in a store, as the step ``number``."""
+    # The version (the state of all subgroups) must have been announced, which protects it from being overwritten until
+    # the commit.
     name = uuid.uuid4().hex
     store.prepare(version, number, name, data)
     store.settle(name, committed=True)

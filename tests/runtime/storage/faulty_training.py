@@ -54,10 +54,7 @@ class Drive(Files):
 
 
 def _is_block(name, args):
-    """Return whether a file operation may have the fault that the test gives to the simulated drive.
-
-    Reads and writes of less than 4096 bytes never have the fault, because they do not belong to optimizer state.
-    """
+    # Reads and writes of less than 4096 bytes never have the fault, because they do not belong to optimizer state.
     sizes = {"pwrite": lambda: len(args[1]), "preadv": lambda: len(args[1][0])}
     return name not in sizes or sizes[name]() >= 4096
 

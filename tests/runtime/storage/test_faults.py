@@ -208,7 +208,6 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
 
 
 def test_versions_beside_a_failing_commit_stay(stores):
-    """Check that a failed commit keeps both steps' state: its rename may have reached the disk nevertheless."""
     store = stores.open(files=(files := FaultyFiles()))
     step(store, 1)
     begun(store)
@@ -250,9 +249,6 @@ mapped[0]
 
 @pytest.mark.parametrize("whose", ["ours", "somebody else's"])
 def test_a_page_that_does_not_come_has_a_last_word(tmp_path, whose):
-    """Check that a process that cannot read a mapped page of optimizer state on a drive prints the file's name
-    before it ends. The kernel sends SIGBUS for such a read, and Python raises no error.
-    """
     done = prepared.run(["-c", CUT, tmp_path, whose], timeout=400)
     assert done.returncode == -signal.SIGBUS, done.stderr
     told = re.findall("ebbtide: state on storage could not be read from (.*?): ", done.stderr)

@@ -56,12 +56,8 @@ def test_another_layout_or_world_size_is_refused_and_nothing_lost(stores, option
 
 
 def test_a_store_grows_behind_what_it_holds(stores):
-    """Check that subgroups can be added to a store of optimizer state, both when the store is opened and while it is
-    open.
-
-    If the store is then opened for the old subgroups only, their state must be unchanged, and the state of an added
-    subgroup can still be read.
-    """
+    # If the store is then opened for the old subgroups only, their state must be unchanged, and the state of an added
+    # subgroup can still be read.
     more = {7: (4_000, 8), 8: (12,)}
     step(stores.open(TWO), 1)
     store = stores.reopen(TWO, SIZES | {7: more[7]})

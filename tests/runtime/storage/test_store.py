@@ -276,7 +276,7 @@ class Paused(Files):
 
 
 def test_commits_come_one_after_the_other(stores):
-    """Check that commits run one after the other, since an older manifest written last would undo the newer step."""
+    # Commits run one after the other, since an older manifest written last would undo the newer step.
     files = Paused()
     store, threads = stores.open((1.0,), keep=2, files=files), []
     for number in (1, 2):

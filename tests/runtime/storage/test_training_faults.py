@@ -77,8 +77,6 @@ def test_a_fault_is_told_and_costs_no_bit_and_no_committed_step(name, found):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "what"), [("stalls", r"subgroup \d"), ("stall of a sync", "sync")])
 def test_a_stall_is_told_while_it_is_waited_for(name, what, found):
-    """Check that the log reports a stalled drive while training still waits for the drive. The test accepts
-    any subgroup in the message, because either a read or a write may meet the stall first.
-    """
+    # The test accepts any subgroup in the message, because either a read or a write may meet the stall first.
     log = found[name][0]["log"]
     assert re.search(rf"waiting for storage: {what}.*rank_00000.extents made no progress", log)

@@ -31,13 +31,7 @@ def write(ledger, subgroup, version=None):
 
 
 def committed(ledger, version, keep):
-    """Commit a version of the optimizer state in a ledger as the state of a step. Keep only the newest steps.
-
-    Args:
-        version: Number of the version. It must have been announced to the ledger, which protects its state from being
-            overwritten until the commit.
-        keep: Number of steps that stay.
-    """
+    """Commit a version of the optimizer state in a ledger as the state of a step. Keep only the newest steps."""
     record = StepRecord(step=version, name=str(version), extents=ledger.extents_of(version))
     ledger.steps = [record, *ledger.steps][:keep]
     ledger.announced.pop(version)
@@ -45,12 +39,9 @@ def committed(ledger, version, keep):
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_no_write_takes_a_place_that_is_still_needed(keep):
-    """Check that a ledger never gives a write an extent (byte range of a file) that holds state that is still needed.
-
-    The test writes and commits versions of the optimizer state in random order. Each write records hashes that are
-    different for each subgroup and version. The extents of a version must have the version's hashes when it is
-    committed, and as long as the ledger keeps the version (it keeps the last ``keep`` ones).
-    """
+    # Each write records hashes that are different for each subgroup and version. The extents of a version must have the
+    # version's hashes when it is committed, and as long as the ledger keeps the version (it keeps the last ``keep``
+    # ones).
     chance, full = random.Random(keep), 0
     ledger = Versions(SUBGROUPS, keep + 1, [], [])
     for subgroup in SUBGROUPS:

@@ -77,7 +77,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def _on_ranks(ranks: int) -> int:
-    """Run this module's command again under torchrun, on several ranks, and return torchrun's exit code."""
     port = free_port()
     command = [
         sys.executable,
@@ -98,12 +97,9 @@ def _on_ranks(ranks: int) -> int:
 
 
 def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and content of each published DeepSpeed config to try.
-
-    With several ranks or with ``--streams`` (training on the emulated GPU), only configs with offload are yielded,
-    because all other configs train as stock DeepSpeed anyway. The subgroups of the yielded configs are made small, so
-    that the model has several.
-    """
+    # With several ranks or with ``--streams`` (training on the emulated GPU), only configs with offload are yielded,
+    # because all other configs train as stock DeepSpeed anyway. The subgroups of the yielded configs are made small, so
+    # that the model has several.
     number, parts = map(int, asked.part.split("/"))
     closer = asked.streams or asked.ranks > 1
     for row in published(asked.table)[number - 1 :: parts]:

@@ -84,7 +84,6 @@ def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[s
 
 
 def _precision(config: dict[str, Any]) -> None:
-    """Enable bf16 in a DeepSpeed config, or fp16 if the config has no entry for bf16."""
     names = [name for name in ("bf16", "bfloat16", "fp16") if isinstance(config.get(name), dict)]
     automatic = [name for name in names if config[name].get("enabled") == "auto"]
     on = any(config[name].get("enabled") in (True, "true") for name in names)

@@ -86,11 +86,8 @@ def test_every_tensor_has_stocks_bits(name):
 
 
 def test_moments_that_follow_an_fp32_master_are_fp32_whatever_the_key_says():
-    """Check training under a plan with ``fp32_optimizer_states: false`` in the DeepSpeed config.
-
-    DeepSpeed then gives the moments the dtype of the master parameters. The masters are fp32 in this test, so the
-    moments must be fp32 too.
-    """
+    # DeepSpeed then gives the moments the dtype of the master parameters. The masters are fp32 in this test, so the
+    # moments must be fp32 too.
     narrow = config({"type": "AdamW", "params": {**PARAMS, "fp32_optimizer_states": False}}, 3)
     ours = trained(narrow, {"plan": "auto", "device": "emulated"}, mixed=True)
     assert ours.error == ""
@@ -137,7 +134,6 @@ def test_a_plan_that_cuts_a_partition_is_refused():
 
 
 def test_a_step_has_the_settings_of_its_launch():
-    """Check that an own step uses the learning rate of its launch, though the schedule changes it before."""
     ours, stock = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
     optimizer = torch.optim.SGD([ours], lr=torch.tensor(0.5), momentum=0.9)
     expected = torch.optim.SGD([stock], lr=0.5, momentum=0.9)
@@ -164,12 +160,8 @@ def test_a_step_has_the_settings_of_its_launch():
 @pytest.mark.parametrize("location", ["device", "host"])
 @pytest.mark.parametrize("extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"])
 def test_all_of_its_memory_is_told(extra, location):
-    """Check that the host memory that a plan reports is exact for an optimizer without an ebbtide kernel, whose own
-    ``step()`` runs the updates.
-
-    The number must be the same before anything is allocated, once the plan is attached, and after the first step,
-    which creates the moments.
-    """
+    # The number must be the same before anything is allocated, once the plan is attached, and after the first step,
+    # which creates the moments.
     away = {"offload_param": {"device": "cpu"}} if location == "host" else {}
     engine = attached(start(extra=extra, **away), ["host"], "emulated", None)
     optimizer = engine.optimizer
@@ -266,11 +258,6 @@ def test_an_optimizer_without_state_has_none_under_a_plan():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
-    """Check that under a plan an optimizer's ``step()`` sees the parameter groups that stock DeepSpeed shows it:
-    under ZeRO-3 all groups, and under ZeRO-2 one at a time.
-
-    This matters for optimizers that count their steps in the groups, such as schedule-free ones.
-    """
     outcomes = []
     for plan in (False, True):
         torch.manual_seed(0)

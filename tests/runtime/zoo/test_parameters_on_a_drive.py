@@ -69,11 +69,7 @@ def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup)
 
 
 def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
-    """Check that ebbtide refuses a config that keeps both parameters and fp32 masters on a drive.
-
-    DeepSpeed computes the parameters on the drive from the masters, which must be in memory for this. A config with
-    masters on a drive and all parameters in host memory is not refused.
-    """
+    # DeepSpeed computes the parameters on the drive from the masters, which must be in memory for this.
     # So that there is no room for masters.
     monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)
     made = config(tmp_path, 15_000, 5_000)
@@ -85,7 +81,6 @@ def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
 
 
 def test_what_the_swapper_has_is_nobody_elses(tmp_path):
-    """Check that parameters of DeepSpeed's swapper count no host memory and never move to the GPU."""
     import deepspeed
     from ebbtide.runtime.zero.attach import switch_plan
 

@@ -59,7 +59,6 @@ def test_the_table_is_as_large_as_it_should_be():
 
 
 def test_the_doctor_says_what_becomes_of_each():
-    """Check that `tune doctor` names a key of each published config that cannot be trained under a plan."""
     firsts = [under_a_plan(row.config)[0] for row in published()]
     refused = [first.detail for first in firsts if first.state != "ok"]
     assert 0 < len(refused) < len(firsts)

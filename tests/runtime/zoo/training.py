@@ -88,9 +88,8 @@ def trained(
 
 @cache
 def stock(config: str) -> Outcome:
-    """Return the result of training with stock DeepSpeed under a config, given as JSON text. Results are cached,
-    because many of the published configs are equal.
-    """
+    """Return the result of training with stock DeepSpeed under a config, given as JSON text."""
+    # Results are cached, because many of the published configs are equal.
     return trained(json.loads(config))
 
 
@@ -106,12 +105,6 @@ def _train(engine: Any, steps: int, mixed: bool) -> list[torch.Tensor]:
 
 
 def _mix(engine: Any) -> None:
-    """Switch an engine to a plan in which the subgroups take turns through the placements in `MIX`. A placement says
-    where optimizer state is kept and updated.
-
-    The first subgroup's placement differs from rank to rank. If the engine's current plan keeps parameters in host
-    memory, the new plan keeps the parameters of every second subgroup there.
-    """
     session = getattr(engine.optimizer, "_ebbtide", None)
     if session is None or session.engine.update_rule().own_step:
         return
@@ -124,9 +117,6 @@ def _mix(engine: Any) -> None:
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """Return one list with copies of tensors: first all parameters of the engine, and then each master parameter
-    followed by its optimizer state.
-    """
     from deepspeed.runtime.zero import GatheredParameters
 
     if hasattr(engine.optimizer, "wait"):

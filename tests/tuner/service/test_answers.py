@@ -61,7 +61,6 @@ def test_a_plan_is_judged_by_the_limits_that_it_was_made_with(margin, of_plan):
 @pytest.mark.parametrize("elsewhere", [{"link_bytes_per_s": 3e9}, {"machine": "h200"}, {"accumulation": 4}, {}])
 @pytest.mark.parametrize("told", [True, False])
 def test_a_plan_from_elsewhere_is_predicted_for_the_request(elsewhere, told):
-    """Check that an answer about a sent plan ignores the plan's own prediction, for another job or missing."""
     asked = {"machine": "rtx4090", "model": "Llama 3.2 1B", "sequence": 1024, "peers": False}
     made = answers.answer(Answer(**asked, timelines=False), lambda *_: None)["plan"]
     sent = Plan.model_validate(made if told else {**made, "prediction": None})
@@ -100,7 +99,6 @@ def test_a_plan_file_without_the_limit_of_a_memory_is_judged_by_the_usual_limits
 
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
 def test_what_a_question_costs_is_told_from_its_subgroups(size):
-    """Check that the service's estimate of a request's ops is one to four times their real number."""
     config = {"bf16": {"enabled": True}, "zero_optimization": {"sub_group_size": size}}
     asked = Scenario(**LLAMA, ds_config=config)
     _, work = resolve(asked)
@@ -207,7 +205,6 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
 
 
 def test_storage_takes_what_memory_cannot_hold(server):
-    """Check that a plan stores on a drive what memory cannot hold, if the request or its config has a drive."""
     asked = {**LLAMA, "host_memory_bytes": 2**35}
     assert server.post("/answer", asked).json()["verdict"] == "impossible"
     ways = server.post("/ways-out", asked).json()["ways"]
@@ -229,7 +226,6 @@ def test_storage_takes_what_memory_cannot_hold(server):
 
 
 def test_the_first_answer_of_a_worker_has_all_parts_of_an_answer():
-    """Check that the request that a worker answers before it is ready uses the code that other answers use."""
     tag, body = worker.run(worker.FIRST, worker.calls(), lambda *_: None)
     assert tag == worker.RESULT, body
     answer = json.loads(body)
@@ -422,11 +418,7 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
 
 
 def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(server):
-    """Check that in one answer of the service, the timeline of stock DeepSpeed lasts as long as the iteration time of
-    stock DeepSpeed in the table that compares ways to train. The downloaded trace shows the same strategy.
-
-    DeepSpeed alone is faster with the parameters in host memory.
-    """
+    # The downloaded trace shows the same strategy. DeepSpeed alone is faster with the parameters in host memory.
     asked = {"model": "Llama 3.2 3B", "machine": "rtx4090", "sequence": 2048, "peers": False}
     answer = server.post("/answer", asked).json()
     (stock,) = [row for row in answer["rows"] if row["role"] == "stock"]

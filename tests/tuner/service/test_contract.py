@@ -90,7 +90,6 @@ def test_the_title_of_a_job_tells_what_was_asked(held):
 
 
 def test_a_machine_that_cannot_be_read_takes_no_list_away(server):
-    """Check that the service lists its machines beside two descriptions that it cannot read."""
     told = server.client.get("/machines").raise_for_status().json()
     assert {row["name"] for row in told["unreadable"]} == {"of another version", "torn"}
     assert "gone" in next(row["reason"] for row in told["unreadable"] if row["name"] == "of another version")

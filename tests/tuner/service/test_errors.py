@@ -248,9 +248,7 @@ def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mt
 
 
 def _slips(model):
-    """Return a list of (misspelt name, right name) for the fields of a pydantic model. Names of up to five letters
-    are left out.
-    """
+    # Names of up to five letters are left out.
     return [(f"{name[:-2]}{name[-1]}", name) for name in model.model_fields if len(name) > 5]
 
 
@@ -350,10 +348,8 @@ def _most_accumulation(scenario, quota):
 
 
 def _arrays(sweep):
-    """Return the numpy arrays of a plan sweep (`PlanSweep`), whose memory a test adds up.
-
-    These are the sweep's own arrays, and the scratch arrays that sweeps of a thread share.
-    """
+    # Return the numpy arrays of a plan sweep (`PlanSweep`), whose memory a test adds up. These are the sweep's own
+    # arrays, and the scratch arrays that sweeps of a thread share.
     own = [*vars(sweep).values(), *vars(many_plans._SCRATCH).values()]
     return [kept for kept in own if isinstance(kept, np.ndarray)]
 

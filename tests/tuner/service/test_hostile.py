@@ -214,9 +214,7 @@ def strict(tmp_path_factory):
 
 @pytest.fixture
 def impatient(tmp_path):
-    """Yield a client of a server of the HTTP service that waits 0.1 s for a request's header or body. A client that
-    gets no core for this long is refused.
-    """
+    """Yield a client of a server of the HTTP service that waits 0.1 s for a request's header or body."""
     with served(tmp_path, Quota(head_s=0.1, body_s=0.1)) as client:
         yield client
 

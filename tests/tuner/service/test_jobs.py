@@ -337,9 +337,7 @@ def test_a_job_that_cannot_be_done_fails_with_the_reason(server):
 
 
 def _wait_until_gone(processes):
-    """Wait until the service's worker processes have ended. A worker ends when its stdin closes. Otherwise it
-    would go on computing without its server.
-    """
+    # A worker ends when its stdin closes. Otherwise it would go on computing without its server.
     assert processes
     deadline = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{pid}").exists() for pid in processes):
@@ -393,7 +391,7 @@ def test_a_killed_server_loses_no_job_and_counts_every_attempt(mortal):
 
 
 def test_a_server_that_ends_ends_its_streams(mortal):
-    """Check that the service stops at once although clients read its event streams, and closes them."""
+    # The service stops at once although clients read its event streams, and closes them.
     server = mortal
     changes = {"h2d_bytes_per_s": [1e10 + 1e6 * i for i in range(256)]}
     job = server.post("/jobs/what-if", LONG | {"changes": changes}).json()["id"]

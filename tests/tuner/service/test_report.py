@@ -225,7 +225,6 @@ def test_of_a_runs_iterations_a_typical_one_is_shown():
 
 
 def test_every_group_of_ops_and_kind_of_memory_has_a_colour_on_the_page():
-    """Check that the page's style sheet has a colour for each drawn group of ops and kind of memory."""
     static = Path(str(files("ebbtide.tuner.service") / "static"))
     sheet, script = (static / "style.css").read_text(), (static / "timeline.js").read_text()
     drawn = re.findall(r'"([\w ]+)"', script[script.index("GROUPS = [") : script.index("];")])

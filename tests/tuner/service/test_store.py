@@ -107,7 +107,6 @@ def test_old_finished_jobs_expire_and_open_ones_never(store):
 
 
 def test_a_job_is_there_for_who_added_it_while_another_reads_the_list(store):
-    """Check that one thread can add and claim jobs while another thread lists them."""
     for n in range(100):
         store.add_job("plan", "{}", f"job {n}")
     switched_s, over = sys.getswitchinterval(), threading.Event()

@@ -44,7 +44,6 @@ class _Point:
     freedom: dict[str, Any]
 
     def seconds(self, plan: Plan) -> float | None:
-        """Return the iteration time under a plan that was found at any point, or None if it does not fit here."""
         try:
             found = under_plan(plan, PlanSweep(self.workload.cut_as(plan), self.machine), self.limits)
         except (PlanError, RuleError):  # for other subgroups, such as those of another number of GPUs
@@ -56,7 +55,6 @@ class _Point:
         return plans[min(timed)[1]] if timed else None
 
     def rows(self, plan: Plan | None) -> list[Row]:
-        """Return the rows of an answer. Without a plan, they have one that lacks little memory."""
         chosen = plan or quick_or_roomiest(*self._job, **self.freedom)
         return compare(*self._job, chosen, others=False, compile_=TEMPLATES.compiled, spreads=False)
 
