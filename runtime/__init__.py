@@ -12,9 +12,9 @@ from ebbtide.runtime.hardware import background as _background  # noqa: F401 - i
 
 if TYPE_CHECKING:
     from ebbtide.runtime.frontdoor import disable, enable
-    from ebbtide.runtime.zero.attach import attach, initialize
+    from ebbtide.runtime.zero.attach import attach, initialize, session_of
 
-__all__ = ["attach", "disable", "enable", "initialize"]
+__all__ = ["attach", "disable", "enable", "initialize", "session_of"]
 
 
 def __getattr__(name: str) -> Any:

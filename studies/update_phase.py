@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.simulator import Plan, Way
 from rich.progress import track
 
@@ -90,7 +91,7 @@ def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, An
         "bit_identical": losses_equal and not differing,
         "differing": list(differing[:10]),
         "stock_host_bytes_per_param": stock_bytes / params,
-        "ebbtide_host_bytes_per_param": ours.optimizer._ebbtide.host_bytes() / params,
+        "ebbtide_host_bytes_per_param": session_of(ours).host_bytes() / params,
     }
     for phase in ("forward", "backward", "step", "iteration"):
         figures[f"stock_{phase}_s"], figures[f"ebbtide_{phase}_s"] = theirs[phase], mine[phase]

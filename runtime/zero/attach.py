@@ -290,8 +290,15 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
 
 
 def session_of(engine: Any) -> Session:
-    """Return the session of a DeepSpeed engine to which a plan was attached: the object that runs the plan."""
-    return engine.optimizer._ebbtide
+    """Return the session of a DeepSpeed engine to which a plan was attached: the object that runs the plan.
+
+    Raises:
+        RuntimeError: The engine trains without a plan.
+    """
+    session: Session | None = getattr(engine.optimizer, "_ebbtide", None)
+    if session is None:
+        raise RuntimeError("the engine must train under a plan, but none is attached: call ebbtide.runtime.attach")
+    return session
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:

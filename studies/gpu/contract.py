@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.simulator import Plan
 
 from studies.bench.bits import differences, state_of
@@ -206,7 +207,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **
     plan = plan_of(engine, pattern, device_sums=1, **(early_updates | fields))
     ebbtide.runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
-    engine.optimizer._ebbtide.executor.gradients.before_op = lambda _: time.sleep(rng.random() * LONGEST_DELAY_S)
+    session_of(engine).executor.gradients.before_op = lambda _: time.sleep(rng.random() * LONGEST_DELAY_S)
     return engine
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.runtime import session_of
 from ebbtide.simulator import Machine, Workload, build_schedule, simulate
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.storage import StorageRates
@@ -42,7 +43,7 @@ def saved_each_step(
 
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
-    store = engine.optimizer._ebbtide._store
+    store = session_of(engine)._store
     before, begin = store.written_bytes, time.perf_counter()
     for _ in range(steps):
         train(engine)
@@ -51,7 +52,7 @@ def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Pa
     report = engine.checkpoint_engine.wait()
     seconds = (time.perf_counter() - begin) / steps
     written = (store.written_bytes - before) / steps
-    stored = [s for s in engine.optimizer._ebbtide.executor.states if s.placement == "stored"]
+    stored = [s for s in session_of(engine).executor.states if s.placement == "stored"]
     state = sum(-(-t.nbytes // 4096) * 4096 for s in stored for t in s.state)
     return seconds, report, written - state
 
@@ -81,7 +82,7 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     from ebbtide.simulator.update.footprint import footprint
     from ebbtide.simulator.update.steps import PARAMETER_SLOTS
 
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     sizes = session.engine.sizes()
     work = Workload(
         name="sizes",

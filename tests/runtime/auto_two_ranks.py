@@ -5,6 +5,7 @@ import time
 
 import ebbtide.runtime
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.hardware import usable
 from ebbtide.runtime.hardware.cores import update_cores
 from ebbtide.runtime.replan import auto
@@ -54,7 +55,7 @@ def main(folder, stage):
     ebbtide.runtime.attach(engine, "auto", device=device, machine=node(device_kind="emulated"))
     engine.module.register_forward_hook(lambda *_: time.sleep(0.02 * rank))
     losses, _ = train(engine, 6, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     [workload] = workloads
     found = {
         "ways": [list(way) for way in session.plan.ways],

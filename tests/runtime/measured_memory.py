@@ -16,6 +16,7 @@ from pathlib import Path
 import ebbtide.runtime
 import psutil
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.simulator.update.footprint import footprint
@@ -100,7 +101,7 @@ def measured(model, width, subgroup, case):
     engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)
     device = Counting()
     ebbtide.runtime.attach(engine, plan_for(engine, placements, subgroup, locations=locations), device=device)
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     device.peak_bytes = device.bytes()  # the peak of training only
     for number in range(3):
         x = torch.randn(2, width, generator=torch.Generator().manual_seed(number)).bfloat16()

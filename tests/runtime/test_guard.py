@@ -8,6 +8,7 @@ import re
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.choice import choose_device
 from ebbtide.runtime.zero.checks import private as deepspeed_private
 from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
@@ -84,7 +85,7 @@ def test_the_key_of_old_is_taken(only_rank):
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
     model = ByteGPT(SIZES["tiny"])
     engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan=plan)
-    assert engine.optimizer._ebbtide.plan.placements == ("host",)
+    assert session_of(engine).plan.placements == ("host",)
     engine.destroy()
 
 
@@ -102,7 +103,7 @@ def test_a_plan_takes_the_place_of_other_ways_to_offload_and_says_so(name, only_
     before = copy.deepcopy(made)
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
     engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan=plan)
-    assert engine.optimizer._ebbtide.plan.placements == ("host",)
+    assert session_of(engine).plan.placements == ("host",)
     assert made == before
     assert (says is None) == ("is replaced by the plan" not in caplog.text)
     assert says is None or re.search(says, caplog.text)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
@@ -97,7 +98,7 @@ def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
             patterns[(number + 1) % 3], count, slots=3, prefetch=2, locations=locations[number % len(locations)]
         )
         switch_plan(engine, plan)
-        now = engine.optimizer._ebbtide.plan
+        now = session_of(engine).plan
         same_locations = now.parameter_locations == plan.parameter_locations
         switched.append(now.placements == plan.placements and same_locations)
 
@@ -123,7 +124,7 @@ def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
     placements = []
 
     def note(number):
-        plan = engine.optimizer._ebbtide.plan
+        plan = session_of(engine).plan
         placements.append(set(plan.placements))
         if len(placements) < 4 or stage == 2:
             assert set(plan.parameter_locations) == ({"host"} if stage == 3 else {"device"})
@@ -167,7 +168,7 @@ def test_a_failed_observation_ends_no_run(stock, monkeypatch, caplog, place):
     monkeypatch.setattr(place, fail)
     engine = new_engine()
     ebbtide.runtime.attach(engine, "auto", machine=machine())
-    own, ended = engine.optimizer._ebbtide, []
+    own, ended = session_of(engine), []
     assert_same_bits(train(engine, after_step=lambda _: ended.append(own.device.watched is None)), stock)
     assert "planning from observed steps failed" in caplog.text
     assert "planted" in caplog.text
@@ -188,7 +189,7 @@ def test_a_new_plan_that_cannot_start_leaves_the_plan_before(stock, monkeypatch,
     monkeypatch.setattr("ebbtide.runtime.execution.session.Executor", OnlyOnce)
     engine = new_engine()
     ebbtide.runtime.attach(engine, "auto", machine=machine())
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     before, kept = own.plan.ways, []
     assert_same_bits(train(engine, after_step=lambda number: kept.append(own.plan.ways == before)), stock)
     assert all(kept[:5])
@@ -257,13 +258,13 @@ def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
     placements = []
 
     def note(number):
-        placements.append(set(engine.optimizer._ebbtide.plan.placements))
+        placements.append(set(session_of(engine).plan.placements))
         if number == 1:
             engine.offload_states()
         if number == 4:
             engine.reload_states()
         if number == 5:
-            seen = [p.iteration for p in engine.optimizer._ebbtide.recorder.passes() if p.kind is OpKind.BACKWARD]
+            seen = [p.iteration for p in session_of(engine).recorder.passes() if p.kind is OpKind.BACKWARD]
             assert seen == [0, 1, 5], "steps under the temporary plan must not be recorded"
 
     assert_same_bits(train(engine, after_step=note), stock)
@@ -309,7 +310,7 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
         switch_plan(engine, plan_of(pattern, count))
         engine.save_checkpoint(str(tmp_path), tag=tag)
         engine.checkpoint_engine.wait()
-        digests.append(engine.optimizer._ebbtide.plan.digest)
+        digests.append(session_of(engine).plan.digest)
     saved = {entry.tag: entry.plan for entry in list_checkpoints(tmp_path)}
     assert saved == dict(zip(("first", "second"), digests, strict=True))
     assert len(set(digests)) == 2

@@ -3,6 +3,7 @@
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.simulator import Prediction
 
@@ -97,7 +98,7 @@ def test_the_monitor_waits_for_no_update(config, planned, monkeypatch):
     # `offload_states` and `reload_states`.
     monkeypatch.setattr("ebbtide.runtime.zero.attach.MONITOR_PERIOD_STEPS", 1)
     engine = monitored(config, planned)
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     measure, measured, waited = session.timeline, [], []
 
     def noted(**options):
@@ -121,5 +122,5 @@ def test_the_monitor_waits_for_no_update(config, planned, monkeypatch):
 def test_without_a_monitor_no_step_is_measured(planned, monkeypatch):
     monkeypatch.setattr("ebbtide.runtime.zero.attach.MONITOR_PERIOD_STEPS", 1)
     engine = ebbtide.runtime.attach(new_engine(), planned)
-    monkeypatch.setattr(engine.optimizer._ebbtide, "timeline", None)
+    monkeypatch.setattr(session_of(engine), "timeline", None)
     train(engine, 2)

@@ -11,6 +11,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses, disjoint
@@ -171,7 +172,7 @@ def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     engine = start(stage=stage, accumulation=2)
     ebbtide.runtime.attach(engine, _plan(engine), device=slowed(None, 2e6))
-    recorder = engine.optimizer._ebbtide.recorder
+    recorder = session_of(engine).recorder
     recorder.watch()
     train(engine, 6, batches=Batches(2, SIZES["tiny"].sequence))
     copies = [s for s in engine.optimizer.timeline().spans if s.kind == OpKind.GRADIENT_D2H]
@@ -192,7 +193,7 @@ def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
 def test_parameters_that_are_still_coming_in_show_as_waits(only_rank):
     engine = start(offload_param={"device": "cpu"})
     ebbtide.runtime.attach(engine, _plan(engine), device=slowed(2e6, None))
-    recorder = engine.optimizer._ebbtide.recorder
+    recorder = session_of(engine).recorder
     recorder.watch()
     train(engine, 3)
     # From the second forward on, DeepSpeed gathers ahead. Its backward finds the parameters that forward has left.
@@ -245,7 +246,7 @@ def _plan(engine):
 def test_nothing_is_recorded_that_nobody_asks_for(only_rank):
     engine = start()
     ebbtide.runtime.attach(engine, _plan(engine))
-    recorder = engine.optimizer._ebbtide.recorder
+    recorder = session_of(engine).recorder
     train(engine, 2)
     assert recorder.passes() == []
     recorder.watch()
@@ -263,7 +264,7 @@ def test_steps_of_many_micro_batches_are_seen(only_rank):
     # only the last 64 forwards, backwards and optimizer steps.
     engine = start(accumulation=40)
     ebbtide.runtime.attach(engine, _plan(engine))
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     own.recorder.watch()
     train(engine, 2 * 40)
     passes = own.recorder.passes()
@@ -298,7 +299,7 @@ def _seen(recorder, kind):
 def test_an_evaluation_between_steps_is_no_forward_of_training(only_rank, stage):
     engine = start(stage=stage)
     ebbtide.runtime.attach(engine, _plan(engine))
-    recorder = engine.optimizer._ebbtide.recorder
+    recorder = session_of(engine).recorder
     recorder.watch()
     evaluated = []
 
@@ -329,7 +330,7 @@ def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
     # One backward of two forwards is one pass, although DeepSpeed calls its start hook twice.
     engine = start()
     ebbtide.runtime.attach(engine, _plan(engine))
-    recorder = engine.optimizer._ebbtide.recorder
+    recorder = session_of(engine).recorder
     recorder.watch()
     batches, begun, begins = Batches(2, SIZES["tiny"].sequence), [], recorder.backward_begins
 

@@ -10,6 +10,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from click.testing import CliRunner
+from ebbtide.runtime import session_of
 from ebbtide.tuner.cli import main
 
 from studies.bench.bits import differences
@@ -76,7 +77,7 @@ def test_a_plan_from_a_config_fits_the_engine_and_keeps_the_bits(stage, tmp_path
             model=tiny_llama(), config=config, plan=str(tmp_path / "plan.json"), device="emulated"
         )
     assert "ZeRO-" not in caplog.text  # the workload is the one for which the plan was made
-    assert len(engine.optimizer._ebbtide.plan.subgroups) > 3
+    assert len(session_of(engine).plan.subgroups) > 3
     engine_of = tiny_llama()
     stock, *_ = deepspeed.initialize(
         model=engine_of, model_parameters=engine_of.parameters(), config={**CONFIG, "zero_optimization": zero}

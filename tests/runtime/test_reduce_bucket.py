@@ -8,6 +8,7 @@ from itertools import product
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.simulator import Layer, Workload
 from ebbtide.simulator.schedules.buckets import leavings
 from torch import nn
@@ -67,7 +68,7 @@ def handed_over(stage, columns, bucket):
         found.clear()
         engine.backward(engine(torch.randn(2, WIDTH).bfloat16()))
         engine.step()
-    assert engine.optimizer._ebbtide.engine.bucket_params() == bucket
+    assert session_of(engine).engine.bucket_params() == bucket
     engine.destroy()
     return found
 

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.update.order import UpdateOrder
 from hypothesis import HealthCheck, given, settings
@@ -124,7 +125,7 @@ def test_every_configuration(case, stage, device):
     ours = attached(engine_for(case, stage), MIX, device, locations=locations)
     # The trained part of the model is small, so there are few subgroups.
     few = {"one_subgroup": 1, "frozen_parameters": 2, "offloaded_and_frozen": 2}
-    assert len(ours.optimizer._ebbtide.executor.states) >= few.get(case, 3)
+    assert len(session_of(ours).executor.states) >= few.get(case, 3)
     assert_same(outcome(ours), stock(case, stage))
 
 
@@ -137,9 +138,9 @@ def test_all_on_the_host(device, overlap):
 def test_offloaded_parameters_have_the_bits_of_those_that_are_not():
     config = {"offload_param": {"device": "cpu"}, **EVERY_PASS}
     ours = attached(start(**config), ["host"], DEVICE)
-    states = ours.optimizer._ebbtide.executor.states
+    states = session_of(ours).executor.states
     assert {state.parameter_location for state in states} == {"host"}
-    assert ours.optimizer._ebbtide.executor.parameter_slots == []
+    assert session_of(ours).executor.parameter_slots == []
     result = outcome(ours)
     assert_same(result, stock("clipping"))
     assert_same(result, outcome(start(**config)))
@@ -152,7 +153,7 @@ def test_updates_go_in_the_order_in_which_forward_needs_them():
     number = {p.ds_id: i for i, p in enumerate(ours.module.parameters())}
     needed = [min(number[p.ds_id] for p in group) for group in groups]
     assert needed != sorted(needed), "the test needs a group out of order"
-    session = ours.optimizer._ebbtide
+    session = session_of(ours)
     assert [needed[i] for i in session.plan.issue_order] == sorted(needed)
     assert session.executor.issue.order == session.plan.issue_order
     ours.destroy()
@@ -452,7 +453,7 @@ def test_an_evaluation_in_inference_mode():
 def test_the_order_of_the_updates_changes_no_bit(case):
     device = "cuda" if "cuda" in DEVICES else "emulated"
     ours = attached(engine_for(case), MIX, device, order_seed=3)
-    assert ours.optimizer._ebbtide.plan.order != UpdateOrder()
+    assert session_of(ours).plan.order != UpdateOrder()
     assert_same(outcome(ours), stock(case))
 
 
@@ -472,7 +473,7 @@ def test_a_planted_race_is_caught(plant, stage):
     import time
 
     ours = attached(engine_for("clipping", stage), ["device"], DEVICE, seed=None, staging_slots=1, prefetch=1)
-    executor = ours.optimizer._ebbtide.executor
+    executor = session_of(ours).executor
     name, slow = PLANTS[plant]
     lane = executor.lanes[name]
     submit = lane.submit
@@ -491,5 +492,5 @@ def test_a_gate_removed_is_caught():
 
     ours = attached(engine_for("clipping"), ["host"], DEVICE, seed=None)
     ours.optimizer._gathers.open()
-    ours.optimizer._ebbtide.executor.gradients.before_op = lambda op: time.sleep(0.1)
+    session_of(ours).executor.gradients.before_op = lambda op: time.sleep(0.1)
     assert not same(outcome(ours), stock("clipping"))

@@ -4,6 +4,7 @@ without AVX-512.
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.kernels.rule import NO_VECTORS, UnknownRoundingError
 
 from tests.runtime.contract.test_bits import MIX
@@ -50,7 +51,7 @@ def test_whole_engine(stage, build):
 
     expected = outcome(new(), 3)
     ours = attached(new(), MIX, DEVICE, None, subgroup=9_001)
-    executor = ours.optimizer._ebbtide.executor
+    executor = session_of(ours).executor
     assert executor.rule.vector_width == WIDTHS.get(build, NO_VECTORS)
     assert any(s.elements % 16 >= 8 for s in executor.states), (
         "some subgroup must have a tail that the builds compute differently"
@@ -72,7 +73,7 @@ def test_an_older_deepspeeds_way_of_counting_steps(older, monkeypatch, tmp_path)
     steps = 8  # after this many steps, powers of beta and their running product differ
     expected = outcome(new(), steps)
     ours = attached(new(), MIX, DEVICE, None, subgroup=9_001)
-    assert ours.optimizer._ebbtide.executor.rule._bias.recounts is older
+    assert session_of(ours).executor.rule._bias.recounts is older
     train(ours, 5)
     ours.save_checkpoint(str(tmp_path))
     ours.destroy()

@@ -6,6 +6,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from ebbtide.runtime import session_of
 from ebbtide.runtime.checkpoint.format import memory
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.lane import BackgroundError
@@ -36,7 +37,7 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
     ebbtide.runtime.attach(engine, plan, device=CudaDevice())
     fake.latest_s = 1e6  # no op runs before some code waits for it
     engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(0, engine.device)))
-    begun = engine.optimizer._ebbtide.executor._issued
+    begun = session_of(engine).executor._issued
     assert any(op.kind is OpKind.STATE_D2H for op, _ in begun) == bool(early)
     for _, completion in begun:
         completion.wait_issued()
@@ -57,7 +58,7 @@ def test_a_failed_update_does_not_unlock_what_the_gpu_still_copies(fake):
     engine = start(clipping=0.0)
     plan = plan_for(engine, ["device", "device", "host"], speculate=99, speculate_visits=99)
     ebbtide.runtime.attach(engine, plan, device=CudaDevice())
-    executor = engine.optimizer._ebbtide.executor
+    executor = session_of(engine).executor
     executor.gradients.before_op = fail
     fake.latest_s = 1e6  # no op runs before some code waits for it
     engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(0, engine.device)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from ebbtide.runtime import session_of
 from ebbtide.simulator import build_schedule
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.schedule import OpKind
@@ -50,7 +51,7 @@ def crossings(engine):
     """Record the gradient copies of an engine between host and device. Return a list that gets (op kind,
     subgroup) for each gradient whose copy is submitted.
     """
-    seen, ops = [], engine.optimizer._ebbtide.executor.gradients
+    seen, ops = [], session_of(engine).executor.gradients
     submit = ops._submit
 
     def noted(how, subgroup, offsets, *others):
@@ -62,7 +63,7 @@ def crossings(engine):
 
 
 def chosen(engine):
-    return {i for i, s in enumerate(engine.optimizer._ebbtide.plan.summed_on_device) if s}
+    return {i for i, s in enumerate(session_of(engine).plan.summed_on_device) if s}
 
 
 @pytest.mark.parametrize(("stage", "accumulation", "sums"), [(3, 2, 1), (3, 3, 99), (2, 3, 99)])
@@ -70,7 +71,7 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
     options = {"stage": stage, "accumulation": accumulation, "clipping": 0.05}
     engine = attached(start(**options), MIX, DEVICE, device_sums=sums)
     seen, stay = crossings(engine), chosen(engine)
-    pieces = engine.optimizer._ebbtide.gradient_buffers.by_subgroup
+    pieces = session_of(engine).gradient_buffers.by_subgroup
     assert len(stay) == 1 if sums == 1 else len(stay) > 1
     assert_same(outcome(engine, 2 * accumulation), stock(2, **options))
     assert not [s for kind, s in seen if kind is OpKind.GRADIENT_H2D and s in stay]
@@ -84,7 +85,7 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
     # The test includes the two cases in which DeepSpeed itself accumulates gradients on the GPU. They are ZeRO-1, and
     # gradient sums in a wider dtype than the reduced gradients.
     engine = attached(start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None, device_sums=sums)
-    own, seen = engine.optimizer._ebbtide, crossings(engine)
+    own, seen = session_of(engine), crossings(engine)
     train(engine, 3)
     sizes = engine.optimizer.sizes()
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
@@ -158,7 +159,7 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
         return start(model=Experts(ROUTES), accumulation=accumulation, subgroup_size=9000, stage=stage, clipping=4.0)
 
     engine = attached(new(), MIX, DEVICE, subgroup=5_000, device_sums=99)
-    session, apart = engine.optimizer._ebbtide, []
+    session, apart = session_of(engine), []
 
     def switch(number):
         if number in (5, 6):  # the state leaves the GPU for a micro-batch
@@ -210,7 +211,7 @@ def test_a_lone_gradient_leaves_the_sum_alone(switches):
         return start(model=model, accumulation=2, subgroup_size=9000, stage=2)
 
     engine = attached(new(), ["host"], DEVICE, subgroup=5_000, device_sums=99)
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
 
     def switch(number):
         if number in switches:
@@ -221,7 +222,7 @@ def test_a_lone_gradient_leaves_the_sum_alone(switches):
 
 
 def held_bytes(engine):
-    states = engine.optimizer._ebbtide.executor.states
+    states = session_of(engine).executor.states
     return sum(state.sum.nbytes for state in states if state.sum is not None)
 
 
@@ -250,7 +251,7 @@ def test_states_that_go_away_take_the_sums_along(stage):
 @pytest.mark.parametrize("sums", [0, 2, 99])
 def test_what_sums_take_is_told_to_the_byte(stage, sums):
     engine = attached(start(stage=stage, accumulation=2), MIX, DEVICE, seed=None, device_sums=sums)
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     sizes = engine.optimizer.sizes()
     held = Holding.of(ADAM, 2, 2, stage=stage, micro_batches=2)
     plan, amounts = own.plan, tally(zip(sizes, Way.each(own.plan.placements), strict=True))
@@ -295,7 +296,7 @@ def test_a_device_that_is_full_keeps_as_many_as_it_can_and_says_so_once(caplog):
     said = [r.getMessage() for r in caplog.records if "plan.ways: sum_on_device" in r.getMessage()]
     assert len(said) == 1
     assert "memory for only 0 of" not in said[0]
-    assert sum(engine.optimizer._ebbtide.plan.summed_on_device) == len(chosen(engine)) < plan.subgroup_count
+    assert sum(session_of(engine).plan.summed_on_device) == len(chosen(engine)) < plan.subgroup_count
     assert_same(outcome(engine, 4), stock(2, **options))
 
 
@@ -312,6 +313,6 @@ def test_where_no_sum_would_leave_the_device_none_is_kept(device, options):
     if device not in DEVICES:
         pytest.skip("this device's memory is not the host's")
     engine = attached(start(**options), ["host"], device, device_sums=99)
-    assert not any(engine.optimizer._ebbtide.plan.summed_on_device)
+    assert not any(session_of(engine).plan.summed_on_device)
     assert held_bytes(engine) == 0
     engine.destroy()

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import Workload
@@ -46,7 +47,7 @@ def away(engine):
     """Return the number of the plan's subgroups whose current optimizer state is in a spare buffer of early
     updates, so that the state in DeepSpeed's tensors is outdated.
     """
-    executor = engine.optimizer._ebbtide.executor
+    executor = session_of(engine).executor
     return len(executor.early_updates.away(executor.states))
 
 
@@ -80,7 +81,7 @@ def publish_alone(engine, number):
     that reads this state. The runtime is not told that the script may also write to these tensors.
     """
     if hasattr(engine.optimizer, "_ebbtide"):
-        engine.optimizer._flat.publish(engine.optimizer._ebbtide)
+        engine.optimizer._flat.publish(session_of(engine))
         assert not away(engine)
 
 
@@ -93,7 +94,7 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
     # write to DeepSpeed's tensors in every second step, and to spare buffers in the other steps. This test slows them
     # down, so that the script's change comes before they end.
     engine, _ = pausing(name)
-    rule, device = type(engine.optimizer._rule), type(engine.optimizer._ebbtide.device)
+    rule, device = type(engine.optimizer._rule), type(session_of(engine).device)
     for owner in (rule, device):
 
         def slowly(*args, update=owner.update):
@@ -101,7 +102,7 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
             update(*args)
 
         monkeypatch.setattr(owner, "update", slowly)
-    engine.optimizer._ebbtide.executor.gradients.before_op = None
+    session_of(engine).executor.gradients.before_op = None
     assert_same(steps(engine, every_second(change), 6), stock(steps, MIXED, every_second(change), 6))
 
 
@@ -167,7 +168,7 @@ def test_another_plan_while_state_is_away(name):
     # Early updates, which start before the gradient norm is known, write to the spare buffers in one step and to
     # DeepSpeed's tensors in the next.
     engine, _ = pausing(name)
-    session, released, moved = engine.optimizer._ebbtide, [], []
+    session, released, moved = session_of(engine), [], []
     flats = {t.data_ptr() for flat in engine.optimizer._flat._flats for t in flat}
     session.device.host_release = released.append
 
@@ -190,7 +191,7 @@ def test_what_is_left_behind_is_whole(name):
             train(one, count)
         flats = [*engine.optimizer.__dict__["fp32_partitioned_groups_flat"]]
         released = []  # the tensors themselves, because the address of a freed tensor may be reused
-        engine.optimizer._ebbtide.device.host_release = released.append
+        session_of(engine).device.host_release = released.append
         engine.destroy()
         assert released
         assert not {flat.data.data_ptr() for flat in flats}.intersection(one.data_ptr() for one in released)
@@ -202,14 +203,14 @@ def test_what_is_left_behind_is_whole(name):
 @under(*PIECES)
 def test_their_memory_is_predicted_to_the_byte(name):
     engine, _ = pausing(name)
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     sizes = own.engine.sizes()
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(name="w", layers=layers, subgroups=sizes, state_stays=own.engine.shares_state)
     told = footprint(work, own.plan)
     for _ in range(3):
         train(engine, 1)
-        assert told["host"] == engine.optimizer._ebbtide.host_bytes()
+        assert told["host"] == session_of(engine).host_bytes()
         sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if p == "host")
         assert told["device"] == allocated_device_bytes(own.executor) + 2 * sent
     engine.destroy()

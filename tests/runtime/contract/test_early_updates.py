@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+from ebbtide.runtime import session_of
 from ebbtide.runtime.zero.flat_partitions import FlatState
 
 from studies.bench.bits import differences, state_of
@@ -96,7 +97,7 @@ def pausing(name, options=None, **fields):
     """
     engine = engine_for(name, **(options or {}))
     attached(engine, PLANS[name], DEVICE, pieces=name in PIECES, **(ALL | fields))
-    session, counts = engine.optimizer._ebbtide, []
+    session, counts = session_of(engine), []
     if name not in FLAT:
         assert (len(session.plan.placements) > len(engine.optimizer.fp16_groups)) == (name in PIECES)
     assert updated_early(engine)
@@ -112,11 +113,11 @@ def pausing(name, options=None, **fields):
 
 
 def never_pause(engine):
-    engine.optimizer._ebbtide.pausing.stepped = lambda right: None
+    session_of(engine).pausing.stepped = lambda right: None
 
 
 def updated_early(engine):
-    return sum(engine.optimizer._ebbtide.plan.updated_early)
+    return sum(session_of(engine).plan.updated_early)
 
 
 RIGHT = ["no_clipping", "accumulation", "fp32", "parameter_groups"]
@@ -348,7 +349,7 @@ def test_a_checkpoint_in_flight(tmp_path, name, small_blocks):
 @pytest.mark.parametrize(("placement", "name"), [("host", "speculate"), ("device", "speculate_visits")])
 def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name):
     engine, _ = pausing({"host": "host", "device": "staged"}[placement], **{name: 2})
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
 
     def switch(engine, number):
         held = session.executor.early_updates.nbytes

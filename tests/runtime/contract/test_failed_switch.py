@@ -14,6 +14,7 @@ from pathlib import Path
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.allocated import threads_of
 from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
@@ -109,7 +110,7 @@ def begun(layout, device=None, back=False):
         plans.append(plan_for(engine, OTHER, **locations, **folder))
     first, second = plans[::-1] if back else plans
     ebbtide.runtime.attach(engine, first, device=device or device_of(DEVICE))
-    return engine, engine.optimizer._ebbtide, second
+    return engine, session_of(engine), second
 
 
 def micro_batch(engine, number):
@@ -239,7 +240,7 @@ def test_a_switch_that_runs_out_of_device_memory_gives_back_what_it_took():
     first = plan_for(engine, ["host"], locations=["host"])
     other = plan_for(engine, ["resident", "host"], locations=["host"])
     ebbtide.runtime.attach(engine, first, device=device)
-    own, losses = engine.optimizer._ebbtide, []
+    own, losses = session_of(engine), []
     own.switch(other)
     gc.collect()
     needed_bytes = device.bytes()
@@ -267,7 +268,7 @@ def test_a_refused_page_lock_leaves_no_other_lock_behind(fake):
     engine = start(clipping=0.5, accumulation=ACCUMULATION)
     first, other = plan_for(engine, ["resident", "device"]), plan_for(engine, ["host"], **EARLY)
     ebbtide.runtime.attach(engine, first, device=CudaDevice())
-    own, losses, failed = engine.optimizer._ebbtide, [], 0
+    own, losses, failed = session_of(engine), [], 0
     own.switch(other)
     needed_bytes = sum(fake.runtime.locked.values())
     for percent in range(0, 105, 5):
@@ -291,7 +292,7 @@ def test_a_refused_page_lock_leaves_no_other_lock_behind(fake):
 def test_states_that_could_not_be_offloaded_are_not_set_aside(stage, monkeypatch):
     engine = start(clipping=0.5, accumulation=ACCUMULATION, stage=stage)
     ebbtide.runtime.attach(engine, plan_for(engine, ["resident", "host"]), device=device_of(DEVICE))
-    own, losses = engine.optimizer._ebbtide, [micro_batch(engine, 0)]
+    own, losses = session_of(engine), [micro_batch(engine, 0)]
     before = own.plan
     monkeypatch.setattr("ebbtide.runtime.execution.session.threads_of", planted_once())
     with pytest.raises(SwitchError):
@@ -307,7 +308,7 @@ def test_the_plan_before_overlaps_forward_as_the_new_plan_says(monkeypatch):
     # A failed switch leaves the new plan's overlap, since other ranks may have switched.
     engine = start()
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(DEVICE))
-    own, before = engine.optimizer._ebbtide, engine.optimizer._ebbtide.plan
+    own, before = session_of(engine), session_of(engine).plan
     assert before.overlap_forward
     monkeypatch.setattr("ebbtide.runtime.execution.session.threads_of", planted_once())
     with pytest.raises(SwitchError):
@@ -332,7 +333,7 @@ def planted_once():
 def test_half_way_what_is_on_a_drive_already_is_checked_when_it_is_read():
     engine = start()
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(list(DEVICES)[-1]))
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     assert session.stored.subgroups() == frozenset()
     session.executor.states[1].placement = "stored"  # the state that `Movement` leaves
     assert session.stored.subgroups() == {1}

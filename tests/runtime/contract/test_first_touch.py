@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution import first_touch
 from ebbtide.runtime.execution.first_touch import FirstTouch, Pending
@@ -59,7 +60,7 @@ class Holding:
 
         monkeypatch.setattr(FirstTouch, "_wait", waited)
         monkeypatch.setattr(EbbtideStage2, "publish", published)
-        engine.optimizer._ebbtide.executor.gradients.before_op = self._hold
+        session_of(engine).executor.gradients.before_op = self._hold
 
     def _hold(self, op):
         if op.kind in HELD:
@@ -281,7 +282,7 @@ def assert_read_alike(ours, stock):
 def pair(stage):
     """Return an engine of stock DeepSpeed and one under a plan. They take each step of this file together."""
     ours = attached(start(stage=stage), MIX, "emulated", seed=None)
-    assert ours.optimizer._ebbtide.plan.overlap_forward
+    assert session_of(ours).plan.overlap_forward
     return start(stage=stage), ours
 
 
@@ -546,7 +547,7 @@ def test_a_failed_update_is_raised_by_the_first_touch(read):
         if op.kind in HELD:
             raise OSError("the memory of this test has died")
 
-    engine.optimizer._ebbtide.executor.gradients.before_op = fail
+    session_of(engine).executor.gradients.before_op = fail
     train(engine, 1)
     for _ in range(2):
         with pytest.raises(BackgroundError, match="the memory of this test has died"):
@@ -579,7 +580,7 @@ def test_no_wait_is_left_to_first_touches_without_overlap():
     for number in range(3):
         train(engine, 1, first=number)
         assert {type(p) for p in engine.module.parameters()} == {nn.Parameter}
-    engine.optimizer._ebbtide.switch(plan.model_copy(update={"overlap_forward": True}))
+    session_of(engine).switch(plan.model_copy(update={"overlap_forward": True}))
     seen = []
     train(engine, 3, first=3, each=lambda e, _: seen.append(any(type(p) is Pending for p in e.module.parameters())))
     assert any(seen)

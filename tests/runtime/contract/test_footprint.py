@@ -8,6 +8,7 @@ from collections import deque
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.execution import gradient_ops
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.zero.cuts import cuts_of
@@ -68,7 +69,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     micro_batches = options.get("accumulation", 1)
     locations = ["device", "host"] if stage == 3 else ["device"]
     engine = attached(start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, locations=locations)
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     if micro_batches > 1:  # from the second step on, the sums of the previous step are kept
         train(engine, 2 * micro_batches)
     sizes = tuple(s.elements for s in own.executor.states)
@@ -78,7 +79,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     locations = own.plan.parameter_locations
     amounts, plan = tally(zip(sizes, map(Way, own.plan.placements, locations), strict=True)), own.plan
     told = held.bytes(amounts, plan.staging_slots, plan.host_slots)
-    assert told["host"] == engine.optimizer._ebbtide.host_bytes()
+    assert told["host"] == session_of(engine).host_bytes()
     on_host = [RECIPES[placement].gradient == "host" for placement in plan.placements]
     leave = sum(n for n, location in zip(sizes, on_host, strict=True) if location) * kept
     assert told["device"] == allocated_device_bytes(own.executor) + leave  # fewer bytes than the limit
@@ -110,18 +111,18 @@ def test_the_memory_of_early_updates_is_predicted_to_the_byte(pattern, speculate
     engine = attached(
         start(), pattern, DEVICE, seed=None, speculate=speculate, speculate_visits=speculate, host_slots=2
     )
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     train(engine, 2)
     sizes = tuple(s.elements for s in own.executor.states)
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
     assert any(own.plan.updated_early)
     told = footprint(work, own.plan)
-    assert told["host"] == engine.optimizer._ebbtide.host_bytes()
+    assert told["host"] == session_of(engine).host_bytes()
     sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if RECIPES[p].gradient == "host")
     assert told["device"] == allocated_device_bytes(own.executor) + 2 * sent
     named = own.plan.model_copy(update={"subgroups": sizes})
-    assert needed_bytes(named, 2) == engine.optimizer._ebbtide.host_bytes()
+    assert needed_bytes(named, 2) == session_of(engine).host_bytes()
     engine.destroy()
 
 

@@ -6,6 +6,7 @@ between steps show stock DeepSpeed's values.
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.simulator import build_schedule
 from ebbtide.simulator.estimates.estimate import estimated
@@ -68,7 +69,7 @@ def fetched(engine):
 
     In the first steps DeepSpeed still records its trace of modules.
     """
-    records = list(engine.optimizer._ebbtide.executor.history)[4:]
+    records = list(session_of(engine).executor.history)[4:]
     return [sum(op.work for op, _ in r.ops if op.kind is OpKind.PARAMETER_FETCH) for r in records]
 
 
@@ -81,7 +82,7 @@ def simulated(workload, plan):
 def test_what_comes_in_is_what_is_fetched(case):
     model, config = CASES[case]
     engine = attached(start(model=model(SIZES["tiny"]), **OFFLOAD, **config), ["host"], "emulated", seed=None)
-    own = engine.optimizer._ebbtide
+    own = session_of(engine)
     train(engine, 7 * config.get("accumulation", 1))
     told = simulated(observed_workload(own.engine, own.recorder.passes()), own.plan)
     assert fetched(engine) == [told] * 3

@@ -16,6 +16,7 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
+from ebbtide.runtime import session_of
 from ebbtide.runtime.zero.attach import switch_plan
 from torch import nn
 from torch.nn import functional as F
@@ -249,8 +250,8 @@ def engine_of(seed, zero):
 
 def switching(engine, chance):
     if chance < 0.4:
-        location = ["device"] if engine.optimizer._ebbtide.plan.parameter_locations[0] == "host" else ["host", "device"]
-        subgroup = engine.optimizer._ebbtide.plan.subgroup_size
+        location = ["device"] if session_of(engine).plan.parameter_locations[0] == "host" else ["host", "device"]
+        subgroup = session_of(engine).plan.subgroup_size
         switch_plan(engine, plan_for(engine, ["host", "resident"], subgroup, locations=location))
 
 
@@ -267,7 +268,7 @@ def played(seed, planned, rank=0):
         ours = attached(engine, pattern, DEVICE, speculate=seed % 2, locations=["host"] if away else None)
         gathers = ours.optimizer._gathers
         assert (gathers.lean.on, gathers.views.on) == ((False, True) if alone and not away else (True, False))
-        ours.optimizer._ebbtide.executor.gradients.before_op = delays(seed + rank, 0.002)
+        session_of(ours).executor.gradients.before_op = delays(seed + rank, 0.002)
     switch = switching if planned and seed % 4 == 1 else None
     script = (Writing if seed % 3 == 0 else Script)(engine, seed, switch)
     script.tokens.manual_seed(2 * seed + rank)
@@ -335,7 +336,7 @@ def test_deepspeeds_hooks_leave_and_come_back_to_their_places(only_rank):
 def test_a_forward_waits_for_the_updates_of_its_modules_only(only_rank):
     ours = attached(start(), ["host"], DEVICE)
     train(ours, 2)
-    executor, waited = ours.optimizer._ebbtide.executor, []
+    executor, waited = session_of(ours).executor, []
     updates_of = executor.updates_of
     executor.updates_of = lambda subgroups: waited.append(tuple(subgroups)) or updates_of(subgroups)
     executor.gradients.before_op = delays(0, 0.02)

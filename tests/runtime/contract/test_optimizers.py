@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.base import Device
 
 from tests.runtime.contract.test_bits import MIX, Switching
@@ -48,7 +49,7 @@ def test_whole_engine(name, stage, build, monkeypatch):
     assert any("exp_avg_sq" in key for key in expected[0])
     ours = attached(engine_for(name, stage), MIX, DEVICE, None, subgroup=3_000)
     mix = set(MIX) if stage == 3 else {*MIX} - {"stored"}
-    assert {s.placement for s in ours.optimizer._ebbtide.executor.states} == mix
+    assert {s.placement for s in session_of(ours).executor.states} == mix
     assert_same(outcome(ours, 4), expected)
 
 

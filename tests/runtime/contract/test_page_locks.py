@@ -7,6 +7,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.zero.attach import switch_plan
 
@@ -92,7 +93,7 @@ def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatc
         device="emulated",
     )[0]
     assert len(prepared) == 1
-    plan = engine.optimizer._ebbtide.plan
+    plan = session_of(engine).plan
     switch_plan(engine, plan.placed(["device"] * plan.subgroup_count, staging_slots=1, prefetch=0))
     assert prepared[1:] == prepared[:1], "the plan must use the kernel that was compiled"
     engine.destroy()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 
 from studies.bench.bits import differences, state_of
@@ -27,7 +28,7 @@ def test_a_checkpoint_streams_state_from_where_it_is(pattern):
     ours = attached(start(stage=2), pattern, DEVICE)
     train(ours, 2)
     layout = lay_out(ours.optimizer.state_dict(), ours.checkpoint_engine._live, stream_device=True)
-    subgroups = ours.optimizer._ebbtide.executor.states
+    subgroups = session_of(ours).executor.states
     assert {e.source.subgroup for e in layout.extents} >= set(range(len(subgroups)))
     assert bytes_of_tensors(layout)[1] < 1_000
     ours.destroy()

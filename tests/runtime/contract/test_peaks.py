@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from ebbtide.runtime import session_of
 from ebbtide.runtime.zero.attach import switch_plan
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -33,7 +34,7 @@ def held(engine, peaks, name):
     with HeldBytes() as counted:
         yield
     gc.collect()
-    peaks[name] = counted.peak - counted.now() + engine.optimizer._ebbtide.host_bytes()
+    peaks[name] = counted.peak - counted.now() + session_of(engine).host_bytes()
 
 
 @pytest.mark.parametrize("stage", [3, 2])
@@ -86,7 +87,7 @@ def test_what_leaves_the_device_leaves_before_what_comes_in(back):
         before, device.peak_bytes = device.bytes(), 0
         switch_plan(engine, plan)
     gc.collect()
-    now, own = engine.optimizer._ebbtide.plan, engine.optimizer._ebbtide
+    now, own = session_of(engine).plan, session_of(engine)
     assert (now.placements, now.parameter_locations) == (plans[-1].placements, plans[-1].parameter_locations)
     once = GIVEN_BYTES * max(own.engine.sizes())
     assert min(before, device.bytes()) > 2 * once
@@ -105,7 +106,7 @@ def test_state_and_gradients_leave_the_device_before_others_come_in():
 
     plans = [part(placement, first) for first in (True, False) for placement in many]
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device)
-    own, over = engine.optimizer._ebbtide, {}
+    own, over = session_of(engine), {}
     for (old, before), (new, after) in permutations(enumerate(plans), 2):
         switch_plan(engine, before)
         gc.collect()
@@ -123,7 +124,7 @@ def on_device(engine, device):
     """Return the total bytes of GPU memory that optimizer state, parameters, gradients and staging buffers of
     an engine take.
     """
-    executor, memory = engine.optimizer._ebbtide.executor, device._memory
+    executor, memory = session_of(engine).executor, device._memory
     held = [t for s in executor.states for t in (*s.state, s.wire, s.gradient)]
     held += [part for slot in executor.slots for part in slot.parts]
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
@@ -146,7 +147,7 @@ def are_at(engine, storages):
     """
     there = {storage.cdata for storage in storages}
     held = [*engine.module.parameters()]
-    held += [state.wire for state in engine.optimizer._ebbtide.executor.states]
+    held += [state.wire for state in session_of(engine).executor.states]
     return {tensor.untyped_storage()._cdata for tensor in held} == there
 
 
@@ -172,14 +173,14 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     engine.offload_states()  # has no effect the second time
     assert stage == 3 or are_at(engine, parameter_storages(engine))
     assert on_device(engine, device) == 0
-    gone = {state.parameter_location for state in engine.optimizer._ebbtide.executor.states}
+    gone = {state.parameter_location for state in session_of(engine).executor.states}
     assert gone == {"host" if stage == 3 else "device"}
     more, more_norms = train(engine, 2, first=2)
     losses, norms = losses + more, norms + more_norms
     engine.reload_states()
     engine.reload_states()
     assert stage == 3 or are_at(engine, parameter_storages(engine))
-    now = engine.optimizer._ebbtide.plan
+    now = session_of(engine).plan
     assert (now.placements, now.parameter_locations) == (plan.placements, plan.parameter_locations)
     assert on_device(engine, device) >= before  # parameters are now in ebbtide's own memory too
     more, more_norms = train(engine, 2, first=4)

@@ -7,6 +7,7 @@ import deepspeed
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.replan import auto
@@ -83,7 +84,7 @@ def test_pieces_have_the_bits_of_what_they_are_pieces_of(case, device):
     own = len(engine.optimizer.fp16_groups)
     locations = ["host", "device"] if "away" in case or case == "one" else None
     ours = cut(engine, device=device, device_sums=case == "sums", locations=locations)
-    assert len(ours.optimizer._ebbtide.executor.states) > own
+    assert len(session_of(ours).executor.states) > own
     assert_same(outcome(ours), stock(case))
 
 
@@ -106,7 +107,7 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
     saving = cut(coarse(), pattern)
     train(saving, 3)
     layout = lay_out(saving.optimizer.state_dict(), saving.checkpoint_engine._live, stream_device=True)
-    subgroups = saving.optimizer._ebbtide.executor.states
+    subgroups = session_of(saving).executor.states
     assert {e.source.subgroup for e in layout.extents} >= set(range(len(subgroups)))
     assert bytes_of_tensors(layout)[1] < 1_000
     saving.save_checkpoint(str(tmp_path))
@@ -177,12 +178,12 @@ def test_what_is_shown_and_what_is_written_between_steps(each):
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_state_and_parameters_go_away_and_come_back(device):
     ours = cut(coarse(), device=device)
-    before = ours.optimizer._ebbtide.plan
+    before = session_of(ours).plan
     locations = []
 
     def each(engine, number):
         away(engine, number)
-        states = engine.optimizer._ebbtide.executor.states
+        states = session_of(engine).executor.states
         locations.append({state.parameter_location for state in states})
         ends = [state.wire.data_ptr() + state.wire.nbytes for state in states]
         parts = [p.ds_tensor for p in engine.module.parameters()]
@@ -190,9 +191,9 @@ def test_state_and_parameters_go_away_and_come_back(device):
 
     result = outcome(ours, 4, each=each)
     assert_same(result, stock())
-    if not ours.optimizer._ebbtide.device.unified:
+    if not session_of(ours).device.unified:
         assert locations == [{"device"}, {"host"}, {"host"}, {"device"}]
-    assert ours.optimizer._ebbtide.plan.placements == before.placements
+    assert session_of(ours).plan.placements == before.placements
 
 
 def test_another_plan_of_the_same_pieces():
@@ -208,11 +209,11 @@ def test_another_plan_of_the_same_pieces():
 def test_their_footprint_is_what_is_allocated(pattern):
     # Check the predicted memory to the byte: DeepSpeed's fp32 tensors stay, even if all state is on the GPU.
     ours = cut(coarse(), pattern, seed=None)
-    own = ours.optimizer._ebbtide
+    own = session_of(ours)
     sizes = own.engine.sizes()
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(name="w", layers=layers, subgroups=sizes, state_stays=own.engine.shares_state)
-    assert footprint(work, own.plan)["host"] == ours.optimizer._ebbtide.host_bytes()
+    assert footprint(work, own.plan)["host"] == session_of(ours).host_bytes()
     train(ours, 1)
     resident = [s for s in own.executor.states if s.placement == "resident"]
     ours.destroy()
@@ -254,7 +255,7 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
     stock = outcome(start(**options))
     engine = start(**options)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
-    sizes = engine.optimizer._ebbtide.engine.sizes()
+    sizes = session_of(engine).engine.sizes()
     assert len(sizes) > 3
     assert sizes == subgroups_of(engine.optimizer, SUBGROUP)
     assert_same(outcome(engine), stock)
@@ -269,10 +270,10 @@ def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
 
     def each(live, number):
         del number
-        updated_early.append(sum(live.optimizer._ebbtide.plan.updated_early))
+        updated_early.append(sum(session_of(live).plan.updated_early))
 
     assert_same(outcome(engine, 8, each=each), stock)
-    pieces = len(engine.optimizer._ebbtide.executor.states)
+    pieces = len(session_of(engine).executor.states)
     assert updated_early == [0] * (auto.WATCHED_STEPS - 1) + [pieces * (DEVICE != "unified")] * 5
 
 
@@ -301,7 +302,7 @@ def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
 
     def each(live, number):
         del number
-        own = live.optimizer._ebbtide
+        own = session_of(live)
         locations.append({state.parameter_location for state in own.executor.states})
         assert {*own.plan.parameter_locations} == locations[-1]
 
@@ -324,12 +325,12 @@ def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
     monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
-    assert len(engine.optimizer._ebbtide.engine.sizes()) == 2
+    assert len(session_of(engine).engine.sizes()) == 2
     engine.destroy()
 
 
 def test_small_models_stay_whole():
     engine = start(subgroup_size=10**9, parameters=trainable)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
-    assert len(engine.optimizer._ebbtide.engine.sizes()) == 1
+    assert len(session_of(engine).engine.sizes()) == 1
     engine.destroy()

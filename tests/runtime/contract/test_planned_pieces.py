@@ -6,6 +6,7 @@ The plan file names DeepSpeed's subgroup size and the plan's own, and training u
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator import Plan, PlanError
@@ -77,7 +78,7 @@ def test_a_plan_file_of_pieces_has_the_bits_of_the_users_own_size(tmp_path):
     engine = initialized(planned(tmp_path))
     assert engine.optimizer.sub_group_size == LARGE
     assert len(engine.optimizer.sizes()) > len(engine.optimizer.fp16_groups)
-    assert DEVICE == "unified" or any(engine.optimizer._ebbtide.plan.updated_early)
+    assert DEVICE == "unified" or any(session_of(engine).plan.updated_early)
     assert_same(outcome(engine), outcome(start(subgroup_size=LARGE)))
 
 
@@ -121,8 +122,8 @@ def test_an_optimizer_with_its_own_step_and_stored_state_are_refused(pattern, re
 def test_the_memory_that_is_asked_for_before_an_engine_is_built(pattern, tmp_path):
     engine = initialized(planned(tmp_path, pattern))
     if DEVICE != "unified":
-        named = engine.optimizer._ebbtide.plan.model_copy(update={"subgroups": engine.optimizer.sizes()})
-        assert needed_bytes(named, 2) == engine.optimizer._ebbtide.host_bytes()
+        named = session_of(engine).plan.model_copy(update={"subgroups": engine.optimizer.sizes()})
+        assert needed_bytes(named, 2) == session_of(engine).host_bytes()
     engine.destroy()
 
 

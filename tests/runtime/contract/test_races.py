@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.simulator.schedule import OpKind
 
 from studies.bench.byte_gpt import SIZES, Batches
@@ -52,7 +53,7 @@ def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, pl
 
     expected = outcome(new(), 8)
     ours = attached(new(), [placement], device, seed=None)
-    executor = ours.optimizer._ebbtide.executor
+    executor = session_of(ours).executor
     kind = OpKind.UPDATE_HOST if placement == "host" else OpKind.UPDATE_DEVICE
     executor.gradients.before_op = late(kind, len(executor.states) - 1)
     assert_same(outcome(ours, 8), expected)
@@ -67,7 +68,7 @@ def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
     ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, locations=[location])
     train(ours, 3)
     batch = Batches(2, SIZES["tiny"].sequence).at(3, ours.device)
-    executor, first = ours.optimizer._ebbtide.executor, ours.module.bytes_in
+    executor, first = session_of(ours).executor, ours.module.bytes_in
     subgroup_of = ours.optimizer._gathers.partitions.subgroup_of
     at_once = {subgroup_of[p.ds_id] for p in first.parameters()}
     first_has_run, asked_for = threading.Event(), []

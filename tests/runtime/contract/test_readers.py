@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.lane import BackgroundError
 
 from studies.bench.byte_gpt import SIZES
@@ -139,7 +140,7 @@ def test_a_failing_op_surfaces_and_nothing_hangs(device):
         if op.subgroup == 1:
             raise OSError("the disk of this test has died")
 
-    engine.optimizer._ebbtide.executor.gradients.before_op = fail
+    session_of(engine).executor.gradients.before_op = fail
     with pytest.raises(BackgroundError) as failure:
         train(engine, 2)
     assert "the disk of this test has died" in str(failure.value.__cause__)

@@ -10,6 +10,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution.bodies import OpBodies
 from ebbtide.runtime.execution.executor import Executor
@@ -63,7 +64,7 @@ def test_memory_holds_slots_and_storage_the_rest(device):
     engine = attached(start(), ["stored"], device, host_slots=2)
     train(engine, 3)
     engine.optimizer.wait()
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     executor, elements = session.executor, sum(s.elements for s in session.executor.states)
     slots = sum(slot.nbytes for slot in executor.host_slots)
     assert len(executor.host_slots) == 2
@@ -195,7 +196,7 @@ def known_machine(monkeypatch):
 def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
     plan = plan_for(start(subgroup_size=15_000), ["stored", "host"], 15_000)
     engine = on_a_drive(tmp_path, plan.model_copy(update={"storage_dir": None}))
-    assert engine.optimizer._ebbtide.plan.count("stored") > 0
+    assert session_of(engine).plan.count("stored") > 0
     assert [p.name for p in tmp_path.iterdir()] == ["ebbtide_state"]
     # DeepSpeed adds up its norm per subgroup, so with other subgroups the last bit may differ.
     assert_same(outcome(engine), outcome(start(subgroup_size=15_000)))
@@ -206,7 +207,7 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
     # offloads all state to a drive.
     free_memory(monkeypatch, FREE_BYTES)
     engine = on_a_drive(tmp_path, "auto")
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     made = session.plan
     assert 0 < made.count("stored") < made.subgroup_count
     assert known_machine == [[str(tmp_path / "ebbtide_state")]]
@@ -222,7 +223,7 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
     engine.destroy()
     free_memory(monkeypatch, 10**12)
     again = on_a_drive(tmp_path, "auto")
-    assert again.optimizer._ebbtide.plan.placements == made.placements
+    assert session_of(again).plan.placements == made.placements
     again.load_checkpoint(tmp_path / "ck")
     stock = start()
     assert torch.equal(torch.stack(losses), torch.stack(train(stock, 4)[0]))
@@ -235,12 +236,12 @@ def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path,
     # on the drive would save nothing, because its host buffer is as large as its state. Two subgroups on the drive can
     # share one buffer, which saves enough. So the plan must have one buffer, and leave other subgroups in host memory.
     free_memory(monkeypatch, 10**12)
-    session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide
+    session = session_of(on_a_drive(tmp_path / "all", "auto"))
     largest = 12 * max(session.plan.subgroups)
     held = session.host_bytes() - (4 + 4 + 2) * sum(session.plan.subgroups)
     free_memory(monkeypatch, held - largest // 4)
     engine = on_a_drive(tmp_path / "few", "auto")
-    made = engine.optimizer._ebbtide.plan
+    made = session_of(engine).plan
     assert 0 < made.count("stored") < made.subgroup_count
     assert made.host_slots == 1
     assert_same(outcome(engine), stock("clipping"))
@@ -249,7 +250,7 @@ def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path,
 def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(tmp_path, known_machine, monkeypatch):
     free_memory(monkeypatch, 10**12)
     engine = on_a_drive(tmp_path, "auto")
-    assert engine.optimizer._ebbtide.plan.count("stored") == 0
+    assert session_of(engine).plan.count("stored") == 0
     assert known_machine == [[]]
     assert_same(outcome(engine), stock("clipping"))
     assert list(tmp_path.iterdir()) == []
@@ -313,7 +314,7 @@ def test_a_failed_copy_to_the_gpu_keeps_neither_folder_nor_hooks(tmp_path):
     engine = attached(start(), ["stored", "device"], LAST, storage_dir=str(tmp_path))
     train(engine, 1)
     engine.optimizer.wait()
-    engine.optimizer._ebbtide.executor.gradients.before_op = fail
+    session_of(engine).executor.gradients.before_op = fail
     batch = Batches(2, SIZES["tiny"].sequence).at(1, engine.device)
     engine.backward(engine(*batch))
     with pytest.raises(BackgroundError):

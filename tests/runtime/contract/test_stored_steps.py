@@ -10,6 +10,7 @@ import ebbtide.runtime.storage.export
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
+from ebbtide.runtime import session_of
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.trainers.limits import TrainersLimit
 from ebbtide.runtime.devices.lane import BackgroundError
@@ -48,7 +49,7 @@ def saved(folder, steps, pattern=("stored",), keep=1):
 
 
 def store_of(engine):
-    return engine.optimizer._ebbtide._store
+    return session_of(engine)._store
 
 
 def undisturbed(steps, first):
@@ -62,7 +63,7 @@ def test_a_save_does_not_wait_for_what_is_on_its_way_to_storage(tmp_path):
     engine, may_write = stored(tmp_path), threading.Event()
     train(engine, 2)
     engine.optimizer.wait()
-    executor = engine.optimizer._ebbtide.executor
+    executor = session_of(engine).executor
     executor.gradients.before_op = lambda op: op.kind is OpKind.STATE_WRITE and may_write.wait(30)
     train(engine, 1, first=2)
     late = threading.Timer(10, may_write.set)
@@ -84,7 +85,7 @@ def test_a_checkpoint_has_no_byte_of_what_is_stored_and_a_resume_writes_none(pat
     engine = stored(tmp_path, pattern)
     train(engine, 3)
     engine.optimizer.wait()
-    written, states = store_of(engine).written_bytes, engine.optimizer._ebbtide.executor.states
+    written, states = store_of(engine).written_bytes, session_of(engine).executor.states
     engine.save_checkpoint(tmp_path / "ck")
     engine.checkpoint_engine.wait()
     assert store_of(engine).written_bytes == written
@@ -122,7 +123,7 @@ def test_a_run_that_goes_back_lets_no_update_under_way_write_behind_it(pattern, 
         if op.kind == OpKind.STATE_WRITE:
             time.sleep(0.05)
 
-    engine.optimizer._ebbtide.executor.gradients.before_op = late
+    session_of(engine).executor.gradients.before_op = late
     train(engine, 2, first=1)
     engine.load_checkpoint(tmp_path / "ck", tag="global_step1")
     assert_same(outcome(engine, 2, first=1), undisturbed(2, 1))
@@ -131,7 +132,7 @@ def test_a_run_that_goes_back_lets_no_update_under_way_write_behind_it(pattern, 
 def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_over(tmp_path):
     saved(tmp_path, 4, keep=2)
     engine = stored(tmp_path, keep=2)
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     (extents,) = (tmp_path / "state").glob("*.extents")
     sizes, padding = session.engine.sizes(), 4096 * 3 * 3 * session.plan.subgroup_count
     held = Holding.of(ADAM, 2, 2, kept=2).bytes(tally(zip(sizes, Way.each(session.plan.placements), strict=True)), 0)
@@ -215,7 +216,7 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
     content = bytearray(extents.read_bytes())
     assert stored_problems(tmp_path / "ck/global_step2") == []
     engine.load_checkpoint(tmp_path / "ck")
-    state = engine.optimizer._ebbtide.executor.states[1].p.numpy().tobytes()
+    state = session_of(engine).executor.states[1].p.numpy().tobytes()
     content[content.index(state) + 1000] ^= 4
     extents.write_bytes(content)
     assert "is damaged: its hash" in stored_problems(tmp_path / "ck/global_step2")[0]
@@ -230,7 +231,7 @@ def flipped_moment(tmp_path):
     saved(tmp_path, 2)
     engine = stored(tmp_path)
     engine.load_checkpoint(tmp_path / "ck")
-    moment = engine.optimizer._ebbtide.executor.states[1].state[2].numpy().tobytes()
+    moment = session_of(engine).executor.states[1].state[2].numpy().tobytes()
     engine.destroy()
     extents = tmp_path / "state/rank_00000.extents"
     content = bytearray(extents.read_bytes())

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
+from ebbtide.runtime import session_of
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.windows import Windows
 
@@ -255,7 +256,7 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
 @pytest.mark.parametrize(("stage", "device"), WHERE)
 def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
     engine = attached(start(stage=stage, accumulation=3), MIX if stage == 3 else ["host", "device"], device)
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     allocated, inside, allocate = [], [False], type(session.device).host_empty
 
     def counted(own, elements, dtype):

@@ -16,6 +16,7 @@ from typing import Any
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
@@ -164,7 +165,7 @@ def attached(engine: Any, pattern: list[str], device: str, seed: int | None = 1,
     """Attach a plan to an engine, with random delays before its ops, and return the engine."""
     ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=device_of(device))
     if seed is not None:
-        engine.optimizer._ebbtide.executor.gradients.before_op = delays(seed)
+        session_of(engine).executor.gradients.before_op = delays(seed)
     return engine
 
 

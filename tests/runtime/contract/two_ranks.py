@@ -10,6 +10,7 @@ import time
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.simulator.schedule import OpKind
 
 from studies.bench.bits import differences, state_of
@@ -85,7 +86,7 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps=
         def die(op):
             raise OSError(f"planted on rank {rank} in {op.label}")
 
-        engine.optimizer._ebbtide.executor.gradients.before_op = die
+        session_of(engine).executor.gradients.before_op = die
     batches = Batches(2, SIZES["tiny"].sequence, rank=rank)
     sums = {}
 
@@ -148,7 +149,7 @@ def a_gather_ahead_holds_nobody_up():
         first_has_run.set()
 
     engine.backward(engine(*batch))
-    engine.optimizer._ebbtide.executor.gradients.before_op = hold_back
+    session_of(engine).executor.gradients.before_op = hold_back
     engine.step()
     hook = first.register_forward_hook(note)
     engine(*batch)

@@ -13,6 +13,7 @@ import ebbtide.runtime
 import ebbtide.runtime.execution.session
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.first_touch import FirstTouch
@@ -68,7 +69,7 @@ def repeat_backward(engine, steps):
 
 
 def never_paused(engine, steps):
-    engine.optimizer._ebbtide.pausing.stepped = lambda right: None
+    session_of(engine).pausing.stepped = lambda right: None
     train(engine, steps)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 from ebbtide.profiler import profile_engine
+from ebbtide.runtime import session_of
 from ebbtide.simulator import Plan
 from ebbtide.tuner.cli import main
 
@@ -62,7 +63,7 @@ def test_a_plan_of_tune_plan_that_stores_trains_with_stocks_bits(front_door, tmp
     assert made.storage_shares == {str(folder): 0.5 for folder in folders}
     assert "Drives rated for 600 TB last" in said
     engine = initialize(config_with({"plan": str(tmp_path / "plan.json"), "device": "emulated"}), TWO_BLOCKS)
-    assert engine.optimizer._ebbtide.plan.placements == made.placements
+    assert session_of(engine).plan.placements == made.placements
     ours = outcome(engine)
     held = [sum(p.stat().st_size for p in Path(f).rglob("*.extents")) for f in folders]
     assert all(made.prediction.storage_bytes * 0.4 <= size for size in held)
@@ -83,5 +84,5 @@ def test_a_config_that_offloads_to_a_drive_is_what_tune_plan_reads(front_door, t
     assert made.count("stored") > 0
     assert made.storage_dir == str(tmp_path / "drive" / "ebbtide_state")
     engine = initialize(json.loads(emitted.read_text()), TWO_BLOCKS)
-    assert engine.optimizer._ebbtide.plan.count("stored") == made.count("stored")
+    assert session_of(engine).plan.count("stored") == made.count("stored")
     assert_same(outcome(engine), outcome(start(ByteGPT(TWO_BLOCKS))))

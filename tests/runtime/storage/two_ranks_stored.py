@@ -12,6 +12,7 @@ import os
 import ebbtide.runtime
 import ebbtide.runtime.storage.store
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.storage.errors import StorageError
@@ -58,7 +59,7 @@ def trained_and_resumed(folder, expected, later):
     ours.destroy()
     again = engine_on(folder)
     again.load_checkpoint(str(folder / "ck"))
-    store = again.optimizer._ebbtide._store
+    store = session_of(again)._store
     found["adopted"] = [record.step for record in store.steps] == [STEPS]
     found["resumed"] = alike(steps(again, STEPS, RESUMED, folder), later)
     again.load_checkpoint(str(folder / "ck"), tag=f"global_step{STEPS + RESUMED}")

@@ -10,6 +10,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from ebbtide.runtime import session_of
 from ebbtide.runtime.kernels.own_step import OwnStepRule
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.checks.guard import ConfigError
@@ -121,7 +122,7 @@ def test_other_placements_than_the_host_are_not_taken(caplog):
     engine = start(stage=3, extra=TORCH_ADAM)
     expected = outcome(start(stage=3, extra=TORCH_ADAM), 3)
     ebbtide.runtime.attach(engine, plan_for(engine, ["host", "device", "resident"]))
-    assert set(engine.optimizer._ebbtide.plan.placements) == {"host"}
+    assert set(session_of(engine).plan.placements) == {"host"}
     assert re.search("AdamW runs its own step\\(\\), .* the CPU updates every subgroup", caplog.text)
     assert_same(outcome(engine, 3), expected)
 

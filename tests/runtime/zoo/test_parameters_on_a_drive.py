@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from torch.utils import cpp_extension
 
 from studies.bench.byte_gpt import ByteGPTConfig
@@ -92,11 +93,11 @@ def test_what_the_swapper_has_is_nobody_elses(tmp_path):
     engine = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config={**made, "ebbtide": EMULATED}
     )[0]
-    session = engine.optimizer._ebbtide
+    session = session_of(engine)
     switch_plan(engine, plan_for(engine, ["host"], locations=["device"]))
     assert set(session.plan.parameter_locations) == {"host"}
     assert not session.plan.overlap_forward
     held = [t for s in session.executor.states for t in (*s.state, s.gradient)]
     scratch = max(session.engine.sizes()) * torch.bfloat16.itemsize
-    assert engine.optimizer._ebbtide.host_bytes() == sum(t.nbytes for t in held) + scratch
+    assert session_of(engine).host_bytes() == sum(t.nbytes for t in held) + scratch
     engine.destroy()
