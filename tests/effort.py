@@ -11,7 +11,15 @@ from ebbtide.tuner.placements import decision, planning
 from tests.cheap_start.short_search import SHORT, changes
 
 # These files test plans themselves, or compare them with those of another process, so they need the full search.
-IN_EARNEST = ("test_annealing", "test_decision", "test_golden", "test_laws", "test_optimum", "test_speculation")
+IN_EARNEST = (
+    "test_annealing",
+    "test_decision",
+    "test_golden",
+    "test_laws",
+    "test_optimum",
+    "test_random_laws",
+    "test_speculation",
+)
 # These files test how plans are used, often with the same plan, so results of searches are kept.
 KEPT = ("test_inputs", "test_option_walk", "test_cli", "test_first_contact", "test_plans_fit")
 

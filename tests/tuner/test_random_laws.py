@@ -12,11 +12,17 @@ from itertools import pairwise
 
 import ebbtide
 import pytest
+from ebbtide.simulator import Plan
+from ebbtide.simulator.analysis import what_if as simulator
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.models.families import MODELS
 from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.plan import Way
 from ebbtide.simulator.rules import RuleError
+from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.placements.decision import FULL, QUICK, Question, decide
 
 from tests.machines import GIB
@@ -54,7 +60,7 @@ def random_case(seed):
             "data_parallel": min(have.gpus_per_node, rng.choice([1, 1, 2, 4, 8])),
         }
         try:
-            work = Job.of_deepspeed(model, **shape).workload(have)
+            work = estimated(Job.of_deepspeed(model, **shape), have)
         except ModelError:
             continue
         state, base = 12 * work.params, work.device_base_bytes + work.activation_bytes
@@ -83,6 +89,24 @@ def test_more_of_a_resource_is_never_slower_in_one_table(seed):
     for table in (by_link, by_memory, by_host):
         told_s = [s if fits else math.inf for s, fits in zip(table.iteration_s, table.fits, strict=True)]
         assert all(after <= before * (1 + NOTHING) for before, after in pairwise(told_s)), told_s
+
+
+def test_a_plan_found_at_one_point_of_a_table_is_tried_at_all_others():
+    work, have, _ = random_case(1)
+    good, poor = (even_plan(work, have, Limits.of(work, have)), on_host(work))
+
+    def planner(_, machine, __):
+        return good if machine.rate(LINK[0]) == have.rate(LINK[0]) else poor
+
+    rates = [have.rate(LINK[0]), 1.3 * have.rate(LINK[0])]
+    table = simulator.what_if(work, have, ["ebbtide"], planner=planner, n_jobs=1, h2d_bytes_per_s=rates)
+    assert table.iteration_s[1] <= table.iteration_s[0] * (1 + NOTHING)
+    alone = simulator.what_if(work, have, ["ebbtide"], planner=planner, n_jobs=1, h2d_bytes_per_s=rates[1:])
+    assert alone.iteration_s[0] > 1.05 * table.iteration_s[1]
+
+
+def on_host(work):
+    return Plan(subgroup_size=work.subgroup_size, subgroups=work.subgroups, ways=(Way("host"),) * len(work.subgroups))
 
 
 def separately(first, last, effort):
