@@ -92,7 +92,8 @@ def test_more_of_a_resource_is_never_slower_in_one_table(seed):
 
 
 def test_a_plan_found_at_one_point_of_a_table_is_tried_at_all_others():
-    work, have, _ = random_case(1)
+    have = preset("rtx4090")
+    work = estimated(Job.of_deepspeed(MODELS["Llama 3.2 1B"], sequence=1024), have)
     good, poor = (even_plan(work, have, Limits.of(work, have)), on_host(work))
 
     def planner(_, machine, __):
