@@ -22,6 +22,7 @@ if "TESTS_CPU_INFO" not in os.environ:  # workers and children inherit it
 
     os.environ["TESTS_CPU_INFO"] = json.dumps(cpuinfo.get_cpu_info())
     del sys.modules["cpuinfo"]
+ROOT = Path(__file__).parents[1]
 _CHEAP_START = str(Path(__file__).parent / "cheap_start")
 sys.path.insert(0, _CHEAP_START)
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -184,8 +185,18 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: first.get(item.location[0], len(FIRST)))
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     one_thread()
+    if any("deepspeed_ops" in getattr(item, "fixturenames", ()) for item in session.items):
+        compile_ops()
+
+
+def compile_ops():
+    """Compile DeepSpeed's ops on a fresh machine, before the first test: otherwise its time would have the minute."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", os.devnull))
+    if not (folder / "cpu_adam" / "cpu_adam.so").exists():
+        # A lock lets one worker compile, and all others wait. The fixture `deepspeed_ops` tells what fails.
+        subprocess.run([sys.executable, "-m", "studies.bench.deepspeed_ops"], cwd=ROOT, check=False)
 
 
 def one_thread():

@@ -37,14 +37,14 @@ LAUNCHERS = {
 }
 
 
-@pytest.fixture
-def user(tmp_path):
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
     """Return the environment of a user who has activated the virtual environment, and set nothing else."""
     path = os.pathsep.join([str(Path(sys.executable).parent), *os.defpath.split(os.pathsep), "/usr/local/bin"])
     environment = {"HOME": os.environ["HOME"], "PATH": path}
     seen = subprocess.run(
         ["python", "-c", "import ebbtide; print(ebbtide.__file__)"],
-        cwd=tmp_path,
+        cwd=tmp_path_factory.mktemp("elsewhere"),
         env=environment,
         capture_output=True,
         check=False,
@@ -73,11 +73,16 @@ def plans(said):
     return len(re.findall(r"ebbtide: \d+ subgroups on ", said))
 
 
-@pytest.mark.parametrize("key", [CONFIG["ebbtide"], {"plan": "auto"}, None], ids=["key", "auto", "none"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+# A start takes ten seconds of a core. So each launcher starts with the key, and each word of the key in one launcher.
+STARTS = [
+    *(pytest.param(launcher, CONFIG["ebbtide"], id=f"{launcher}-key") for launcher in LAUNCHERS),
+    pytest.param("python", {"plan": "auto"}, id="python-auto"),
+    pytest.param("python", None, id="python-none"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "key"), STARTS)
 def test_tune_run(launcher, key, started, tmp_path):
-    if key == {"plan": "auto"} and launcher != "python":
-        pytest.skip("one launcher is enough for the other word")
     code, said = started(["tune", "run", "--", *LAUNCHERS[launcher], "train.py", "5"], key)
     assert code == 0, said
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
@@ -92,7 +97,7 @@ def test_accelerate_without_deepspeed_is_told_at_the_end(started, tmp_path):
     assert "no DeepSpeed engine with an optimizer was started" in said, said
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_without_tune_run(launcher, started, tmp_path):
     # DeepSpeed refuses a bare python by itself.
     code, said = started([*LAUNCHERS[launcher], "train.py", "2"])
@@ -111,8 +116,9 @@ def test_a_misspelt_key_is_told_when_the_first_engine_starts(started):
     assert "no DeepSpeed engine" not in said
 
 
-@pytest.mark.parametrize("key", [CONFIG["ebbtide"], None], ids=["key", "none"])
-@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+@pytest.mark.parametrize(
+    ("launcher", "key"), [("torchrun", CONFIG["ebbtide"]), ("none", None)], ids=["torchrun-key", "none-none"]
+)
 def test_profile(launcher, key, started, tmp_path):
     words = ["--train-script", "train.py", "--launcher", launcher, "--iterations", "1", "-o", "wl.json", "--", "8"]
     code, said = started(["tune", "profile", *words], key)
@@ -120,9 +126,8 @@ def test_profile(launcher, key, started, tmp_path):
     assert Workload.load(tmp_path / "wl.json").subgroups
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_verify(launcher, started):
-    words = ["--steps", "2", "--against", "stock", "--", *LAUNCHERS[launcher], "train.py", "8"]
+def test_verify(started):
+    words = ["--steps", "2", "--against", "stock", "--", *LAUNCHERS["torchrun"], "train.py", "8"]
     code, said = started(["tune", "verify", *words])
     assert code == 0, said
     assert "plan against stock: identical, every bit of 2 steps" in said
