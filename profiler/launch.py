@@ -34,7 +34,6 @@ class LaunchError(RuntimeError):
 class ScriptRun:
     """A training script to profile, and the way to run it.
 
-
     Attributes:
         launcher: Program that starts the ranks. ``none`` runs ``python script``.
         iterations: Number of optimizer steps to measure.

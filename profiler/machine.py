@@ -60,7 +60,6 @@ def measure_machine(
 
     Without CUDA, a GPU is emulated on the CPU. The emulated speeds are marked as emulated, and describe no real GPU.
 
-
     Args:
         storage_dir: Folder for checkpoints. The disk that holds this folder is measured.
         seconds: Total time to spend. Each speed is measured at least 5 times. The first run also compiles kernels.

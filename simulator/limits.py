@@ -90,7 +90,6 @@ class Limits:
         The limit of GPU or host memory is the given size minus the margin. If no size is given, it is the size of the
         machine's memory minus the margin.
 
-
         Args:
             margin: Fraction of each memory that stays free. None: derived from how much the memory peaks of the
                 profiled steps vary (`Workload.memory_peaks`).

@@ -114,7 +114,6 @@ def measure_many_layers(plans: int, steps: int, seed: int, model: Setting, scale
     rounds. The predictions use the given rates of the emulated device. They also use the times of forward and backward
     that each round measures without updates.
 
-
     Args:
         scale: Factor by which all durations of the emulated training are multiplied. A small factor shortens the study.
     """

@@ -276,7 +276,6 @@ def _plan_times(case: dict[str, Any]) -> str:
 def replaced(page: str, rows: str, name: str = "results") -> str:
     """Return a documentation page with the text between two markers replaced by a table.
 
-
     Raises:
         ValueError: If a marker is missing from the page.
     """

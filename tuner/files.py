@@ -56,7 +56,6 @@ def check_kind(flag: str, path: str, wanted: str) -> Mapping[str, Any]:
 def check_contents(flag: str, path: str, given: Mapping[str, Any], wanted: str) -> None:
     """Refuse an input file of another kind than the wanted one.
 
-
     Args:
         flag: Flag or argument of the running ``tune`` command that names the file.
         wanted: Kind of the file, such as ``"a machine file"`` (see `kind_of`).
@@ -93,7 +92,6 @@ def read_config(path: str | None) -> Mapping[str, Any] | None:
 
 def check_distinct(flag: str, path: str | None) -> None:
     """Refuse an output file that another parameter of the running ``tune`` command names too.
-
 
     Args:
         path: Path of the output file. None if the user gave none.

@@ -87,7 +87,6 @@ def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) 
 
     The measured passes are unscaling the gradient, DeepSpeedCPUAdam's operator, and the conversion to 16 bits.
 
-
     Args:
         threads: Number of OpenMP threads. If None, this process's number.
     """

@@ -22,7 +22,6 @@ Work = Callable[[], object]
 def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget_s: float, source: Source) -> Quantity:
     """Return the speed of ``work`` while ``neighbour`` runs, divided by its speed alone. 1 means no slowdown.
 
-
     Args:
         source: Source that the result records, such as measured or emulated.
     """

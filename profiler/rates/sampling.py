@@ -42,7 +42,6 @@ def repeat_s(
     The first call warms up and is not included. Then the function is called until the time budget is used. It is called
     at least 5 times, unless that would take several times the budget. `doubts` reports if there are fewer than 5 calls.
 
-
     Args:
         clock: Function that calls ``work`` and returns its duration.
     """
@@ -69,7 +68,6 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 
     There are three problems: too few repeats, too large a spread between repeats, and a drift from the first repeats to
     the last. The list is empty if there is none.
-
 
     Args:
         least: Number of repeats below which there are too few.

@@ -20,7 +20,6 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
     Return None if the simulator cannot simulate one of the activities.
 
-
     Args:
         work: Name of the activity, such as ``host_adam`` or ``h2d``.
     """

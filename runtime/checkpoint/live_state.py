@@ -20,7 +20,6 @@ EVERY_SUBGROUP = -2  # for tensors on the device that were not registered: any u
 class StoredTensor:
     """A tensor of a checkpoint that stays on a drive. The checkpoint's own file has only its shape.
 
-
     Attributes:
         subgroup: The subgroup whose optimizer state the tensor belongs to.
     """

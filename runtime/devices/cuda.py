@@ -27,9 +27,8 @@ PIECE_BYTES = 32 * 2**20
 class CudaDevice(Device):
     """A CUDA GPU on which a plan runs, with one CUDA stream per lane and with page-locked host buffers.
 
-    A lane is a queue of copies in one direction, or of kernels. PyTorch's own pinned allocator rounds sizes up to
-    powers of two. Buffers are therefore ordinary host memory that is registered with CUDA afterwards
-    (cudaHostRegister).
+    PyTorch's own pinned allocator rounds sizes up to powers of two. Buffers are therefore ordinary host memory that is
+    registered with CUDA afterwards (cudaHostRegister).
     """
 
     name = "cuda"

@@ -48,7 +48,6 @@ class EarlyUpdate:
 class StagedUpdate:
     """A subgroup in a staging buffer: its optimizer state is copied to GPU memory for its update.
 
-
     Attributes:
         origin: The subgroup's state in host memory. If the update waits for the gradient norm, the new state is
             copied back to it. Otherwise the new state is copied to a spare buffer in host memory.

@@ -130,7 +130,6 @@ def settle_all() -> None:
 class Touched:
     """A parameter of the optimizer, and what it shows.
 
-
     Attributes:
         value: The parameter's part of DeepSpeed's flat buffer.
         stand_in: NaN in the parameter's shape, for code in C++ that asks no class.

@@ -45,7 +45,6 @@ SEND_SUM = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=Fal
 class _Run:
     """Adjacent gradients with one common copy. They are adjacent on the GPU and in the host buffer.
 
-
     Attributes:
         offsets: First element of each gradient in the subgroup.
         buffer_end, source_end: Where the memory of the last of them ends: the address, and the position in its storage.
@@ -117,7 +116,6 @@ class GradientOps:
 
     def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
         """Start the device-to-host copy of a part of a subgroup's gradient.
-
 
         Args:
             source: The gradient. The caller may drop its reference immediately, but must call `before_reuse` before it

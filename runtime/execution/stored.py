@@ -45,7 +45,6 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     """Open this rank's store of optimizer state in the plan's folders. Return None if the plan keeps no state on
     drives.
 
-
     Raises:
         StorageError: A folder belongs to another run, or has no room.
         PlanError: transformers' Trainer is set to load its best checkpoint at the end of training, but the drives keep

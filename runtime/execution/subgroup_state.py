@@ -190,7 +190,6 @@ def staging_slots(
 
     Each buffer has room for the optimizer state of the largest subgroup that is staged to the GPU.
 
-
     Args:
         wire: None if every staged update waits for the gradient norm. Otherwise the dtype of the model's parameters.
             Each buffer then also has room for new parameters, where an update that started early leaves them until the

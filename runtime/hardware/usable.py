@@ -21,7 +21,6 @@ _NO_LIMIT = 2**60  # control groups version 1 write a huge number for "no limit"
 class Usable:
     """The memory and CPU cores that this process may use, shared by all ranks of the container.
 
-
     Attributes:
         memory_bytes: Host memory in NUMA nodes that have cores, at most the container's limit.
         free_bytes: The part of this memory that is free, or that the kernel can free.

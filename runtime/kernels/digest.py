@@ -29,7 +29,6 @@ class Digest:
     The digest of two parts together follows from the digests of the parts (see `added`). Hashes are added modulo 2^64,
     and sketches are added element by element.
 
-
     Attributes:
         hash: A hash of the elements' bits. One changed bit always changes it.
         not_finite: The number of infinities and NaNs, which count as 0 in the fields below.

@@ -128,7 +128,6 @@ def host_update(
 
     The GIL is released. The result is bit-identical to DeepSpeed's CPU optimizer on ``grad.float() * scale``.
 
-
     Args:
         state: fp32 master parameters and the optimizer's moments, updated in place. All are flat, contiguous
             host tensors of the same length.

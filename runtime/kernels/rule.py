@@ -39,7 +39,6 @@ class UpdateRule(ABC):
 
     `ebbtide.runtime.kernels.rules` has the table of rules.
 
-
     Attributes:
         moments: Keys of torch's optimizer state apart from the fp32 master, in the kernels' order.
         unused: Keys of state that DeepSpeed keeps and saves but never changes.
@@ -209,7 +208,6 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
 
 def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
     """Return whether an update rule and DeepSpeed's CPU op give identical bits in a test on random tensors.
-
 
     Args:
         width: Vector width of the op that the rule assumes, in elements.

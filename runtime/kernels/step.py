@@ -8,7 +8,6 @@ import numpy as np
 class UpdateStep(Protocol):
     """The hyperparameters of one optimizer step for one parameter group, ready for the update kernels.
 
-
     Attributes:
         variant: Form of weight decay: none, L2 or decoupled.
     """

@@ -108,7 +108,6 @@ def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
 class _Group:
     """Parameters of one part of the model, such as a block, that lie next to each other in the subgroups.
 
-
     Attributes:
         begin: Position of the group's first element, counted over all subgroups.
         elements: Number of elements of the parameters and of the padding after them.

@@ -25,7 +25,6 @@ Move = Callable[[Block, int, int, Bounce], str]
 class BlockMover:
     """The open files of a store, one per drive, with the threads that read and write them. It is thread-safe.
 
-
     Attributes:
         files: The files, in the order of the drives.
     """

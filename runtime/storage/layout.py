@@ -31,7 +31,6 @@ class Layout:
     first subgroup come first, then those of the next. An extent has the subgroup's tensors one after the other, each
     padded to `ALIGNMENT` bytes. These bytes are divided among the drives in proportion to ``weights``.
 
-
     Args:
         extents: Number of extents per subgroup.
     """

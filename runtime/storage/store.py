@@ -42,7 +42,6 @@ class ExtentStore:
     A committed version is called a step. A checkpoint calls `prepare`, which commits a version and keeps all earlier
     steps. When the checkpoint itself has been committed, `settle` drops the oldest steps beyond ``keep``.
 
-
     Args:
         keep: Number of steps to keep on the drives. Each subgroup also has space for one version that is not committed
             yet.
@@ -297,7 +296,6 @@ class ExtentStore:
         Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
         so call it on a thread that may block.
 
-
         Args:
             name: Unique name under which the version can be restored.
 
@@ -320,7 +318,6 @@ class ExtentStore:
         more steps than allowed, the state of surplus steps is dropped (`Retention.of` selects the steps to keep). When
         this method returns, the new list of kept steps is durable, so that dropped state cannot come back after a power
         loss. Only then may the regions of dropped state be overwritten.
-
 
         Args:
             committed: True to keep the state, because the checkpoint was committed. False to drop it.

@@ -13,7 +13,6 @@ from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord
 class Extents:
     """The extents of one subgroup: the regions of the drives that hold its state.
 
-
     Attributes:
         versions: Version of the state in each extent. None if the extent is empty or partly written.
         live: The extent written last. -1 if none.
@@ -41,7 +40,6 @@ class Announced:
     Writes of subgroups' state are numbered in ascending order. For each subgroup, the version contains the newest write
     with a number from ``due`` to ``version``. If a subgroup has no such write yet, the commit waits for one.
 
-
     Attributes:
         version: Number of this version, and highest number of a write that belongs to it.
         due: Lowest number of a write that belongs to this version. State from an earlier write is too old.
@@ -55,7 +53,6 @@ class Announced:
 @dataclass(frozen=True)
 class Retention:
     """The rule that selects which committed optimizer state stays on the drives. It selects the state by training step.
-
 
     Attributes:
         stands: Function that returns whether the checkpoint of a step exists. It does not exist if the run was killed
@@ -88,7 +85,6 @@ class Versions:
     A version is the state after an optimizer update, or after another write of a subgroup's state. In this class, a
     committed version is called a step. An extent is a region of the drives for one subgroup's state in one version.
     This class uses neither threads nor files. The caller must not call its methods concurrently.
-
 
     Attributes:
         extents: Number of extents per subgroup.

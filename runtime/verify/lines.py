@@ -23,7 +23,6 @@ VARIABLE = "EBBTIDE_VERIFY"
 class Job:
     """The settings of `tune verify` that every process of a recorded training run gets.
 
-
     Attributes:
         side: The run: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or ``no-offload``.
         steps: Number of optimizer steps, after which the process ends.
@@ -46,7 +45,6 @@ def current_job() -> Job:
 @dataclass(frozen=True)
 class Piece:
     """A part of one named tensor of the training state, as a flat view.
-
 
     Attributes:
         name: ``NAME`` for a parameter as the model computes with it, ``NAME/fp32`` for its master.

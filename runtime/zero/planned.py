@@ -363,9 +363,6 @@ def take_loaded_moments(inner: Any, rule: UpdateRule, master: torch.Tensor, buff
 
     The load has put the moments into new tensors. A checkpoint that stock DeepSpeed wrote before the first update has
     no moments. The moments are then set to zero.
-
-    Args:
-        buffers: The tensors that training uses, by the name of the moment.
     """
     if rule.own_step:
         return

@@ -22,7 +22,6 @@ from ebbtide.runtime.zero.windows import ZeroSlice
 class Pieces:
     """The position of each ZeRO-3 parameter in the plan's subgroups, which may be parts of DeepSpeed's subgroups.
 
-
     Attributes:
         places: For each parameter id: (subgroup, offset in it, number of elements).
         whole: True if the plan's subgroups are DeepSpeed's own.

@@ -170,7 +170,6 @@ class Windows(GradientBuffers[ZeroSlice]):
         The caller has already moved the gradient buffers' content to the new plan's tensors. This method moves the
         gradients that are outside of the gradient buffers, such as those of earlier steps (see `ZeroSlice`).
 
-
         Args:
             ops: Operations that copy gradients under the new plan.
         """

@@ -30,7 +30,6 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 class Simulated:
     """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at ratio 0.3.
 
-
     Attributes:
         setting: Options that were passed to `build_strategy`.
         lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
@@ -66,7 +65,6 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
 
     If the workload has more than `BUILT` micro-batches, and its strategy permits, only so many are built, and the last
     but one of them is repeated. The result is the same, except that it then has no op objects.
-
 
     Args:
         name: Name of the strategy, such as "zero3_offload".

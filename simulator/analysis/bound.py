@@ -30,7 +30,6 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # allowance for the solver's tolerances: rela
 class Bound:
     """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach it.
 
-
     Attributes:
         iteration_s: The bound, in mean seconds of an iteration in a steady state.
         binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth. The suffix

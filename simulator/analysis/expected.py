@@ -113,7 +113,6 @@ def late_s(
     - Early updates on the GPU need copies of their state first. So the state of up to ``prefetch`` other subgroups,
       which is copied to the GPU before the norm too, may arrive later.
 
-
     Args:
         sizes: For each placement, the numbers of elements of the subgroups with early updates.
         threads: Number of threads of an update on the CPU. 0: all cores.

@@ -50,9 +50,6 @@ class Point:
     """A case that `what_if` simulates.
 
     Attributes:
-        strategy: Name of the strategy that is simulated.
-        options: Options of the strategy.
-        gpu_memory_bytes: Size of GPU memory.
         changes: New values for fields of the machine or of the workload, by field name.
     """
 
@@ -262,14 +259,7 @@ def _listed(given: Any) -> list[Any]:
 def _run(
     workload: Workload, machine: Machine, points: Sequence[Point], n_jobs: int | None, shown: bool, planner: Planner
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Simulate several points, and return one table row for each of them.
-
-    A point is a combination of a strategy, a GPU memory size, and values for fields of the machine or of the workload.
-    The points are simulated in several groups, so that finished rows remain if the user interrupts the simulations.
-
-    Returns:
-        The rows, and True if the user has interrupted the simulations.
-    """
+    # The points are simulated in several groups, so that finished rows remain if the user interrupts the simulations.
     from joblib import Parallel, delayed
     from rich.progress import Progress
 
@@ -294,9 +284,6 @@ def with_shared_plans(
 
     A plan for a slower link or a smaller memory may be better than the plan of a short search for a faster or larger
     one. So with more of a resource, the table never shows a slower plan.
-
-    Args:
-        found: For each point, its row and the plan that was searched for it, if any (`evaluate`).
     """
     plans = list({(p.ways, p.order, p.staging_slots, p.prefetch, p.threads): p for _, p in found if p}.values())
     return [
@@ -371,10 +358,6 @@ def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Worklo
 
 
 def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
-    """Return a copy of a workload with other values for some fields.
-
-    If the copy has more micro-batches per step, its number of tokens per iteration grows accordingly.
-    """
     changed = Workload.model_validate({**workload.model_dump(), **fields})
     more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps
     if more == 1:
@@ -395,7 +378,6 @@ def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
 
 
 def _told_bound_s(plan: Plan | None) -> float:
-    """Return the lower bound of the iteration time in a plan's prediction, in seconds, or ``inf`` if there is none."""
     told = None if plan is None else plan.prediction
     return math.inf if told is None else told.lower_bound_s
 

@@ -294,7 +294,6 @@ def run(
 
     The peaks do not include memory that is in use throughout the schedule.
 
-
     Args:
         ops: One row for each op: shape (n, OP_COLUMNS). Op i waits for after[after_first[i]:after_first[i + 1]].
         rates: Full speeds. The column RATE of an op is an index into this array.

@@ -128,7 +128,6 @@ class Program(NamedTuple):
     An entry of the recording is an op that does not depend on the plan, or a marker at which ops of the plan are
     inserted. Some markers stand for a part of a gradient: one layer's contribution to one subgroup's gradient.
 
-
     Attributes:
         places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
             entry's kind, the part of a gradient if the entry is a marker for one, and the index in ``refs`` at which

@@ -13,7 +13,6 @@ from ebbtide.simulator.engines.kernel import Ints
 class Repeated(NamedTuple):
     """The arrays of a schedule with a repeated micro-batch.
 
-
     Attributes:
         after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
     """

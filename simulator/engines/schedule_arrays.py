@@ -350,7 +350,6 @@ def build(
 
     `build_schedule` builds the same schedule as Python objects.
 
-
     Args:
         program: Recorded training iteration, which provides the ops that do not depend on the plan.
         rows: Array `RecipeArrays.rows`: each row describes one op of the gradient or update of a subgroup.

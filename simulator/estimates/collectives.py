@@ -26,7 +26,6 @@ LATENCY_S = 2e-5  # of one collective inside a node: kernel launch and one round
 class Links:
     """The rates, in bytes per second, at which a GPU receives data from the other GPUs of its node in collectives.
 
-
     Attributes:
         pair: Fraction of these rates that two GPUs have, if NVLink connects each pair directly, without a switch.
     """

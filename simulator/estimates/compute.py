@@ -112,7 +112,6 @@ class Device:
 
         The settings are those that decide how long the GPU computes on a block of a model.
 
-
         Args:
             flash_version: Major version of FlashAttention. None: the machine's own FLOP/s of attention are used.
 

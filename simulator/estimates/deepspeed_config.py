@@ -69,7 +69,6 @@ def deepspeed_fields(
     Values ``"auto"`` are resolved as in Hugging Face's integration: batch sizes and precision come from the
     arguments of this function, bucket sizes from the hidden size, and clipping from the Trainer's default (on).
 
-
     Args:
         hidden: Hidden size of the model, for bucket sizes that are ``"auto"``.
         ranks: Number of data-parallel ranks, to divide ``train_batch_size``.

@@ -312,7 +312,6 @@ def _installed_version() -> str | None:
 def check_sections(config: Mapping[str, Any]) -> None:
     """Check that each section of a DeepSpeed config is a JSON object.
 
-
     Raises:
         ModelError: A section is not an object. The message names its key.
     """

@@ -96,7 +96,6 @@ def workload_from_model(
     are added. Activation memory follows Korthikanti et al., arXiv 2205.05198, equations 1 to 6. A profile of the
     real model (`tune profile`) is more exact.
 
-
     Args:
         ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values have priority over defaults.
         accumulation: Number of micro-batches per optimizer step. Also called ``gradient_accumulation_steps``.

@@ -23,7 +23,6 @@ MOST_PIECES = 64
 class Leaving(NamedTuple):
     """A layer with gradients that leave DeepSpeed's bucket. Gradients wait in this bucket to be reduced together.
 
-
     Attributes:
         ascending: True if the layer's gradients leave in the order of the layer's parameters. False if they leave in
             the reverse order, in which backward computes them.
@@ -38,7 +37,6 @@ Leavings = tuple[tuple[Leaving, ...], ...]
 
 class _Gradient(NamedTuple):
     """The gradient of one parameter, or a part of a layer's gradient if the layer's parameters are not known.
-
 
     Attributes:
         done: Fraction of the layer's gradient elements that backward has computed when this gradient is complete.

@@ -46,7 +46,6 @@ class CheckpointedLoop(EbbtideLoop):
     ) -> None:
         """Set up the simulation of a training loop that saves checkpoints.
 
-
         Args:
             hooks_s: Times after a save, in seconds, at which a layer's forward begins or its backward ends. At each of
                 these times, one part of the optimizer state in GPU memory is copied to the host for the checkpoint.

@@ -37,7 +37,6 @@ class GatherRules:
 class Gathered:
     """ZeRO-3's gathers of parameters in the forward and backward of one micro-batch that starts with nothing gathered.
 
-
     Attributes:
         persistent: Parameters that stay gathered until the end of the step.
         live: Largest number of elements that are gathered at the same time. None with several data-parallel ranks,

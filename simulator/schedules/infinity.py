@@ -26,7 +26,6 @@ Location = Literal["device", "cpu"]
 class InfinityOptions:
     """The memories that hold optimizer state, parameters and activations between their uses, by DeepSpeed's config.
 
-
     Attributes:
         optimizer: Location of the optimizer state. With ``nvme`` its fp32 gradients are there too.
         parameters, activations: Location of these between their uses. With ``cpu`` they are copied to the GPU for

@@ -23,7 +23,6 @@ class Part(NamedTuple):
 
     Gradients that go to host memory are copied in such parts.
 
-
     Attributes:
         number: Position among all parts of a workload.
         last: True for the part that completes the subgroup's gradient, because it is the last one to leave DeepSpeed's

@@ -36,7 +36,6 @@ class What(IntEnum):
 class Place:
     """An entry of a recorded training iteration: an op, or a marker that stands for ops which depend on the plan.
 
-
     Attributes:
         op: Op of the entry. None for markers.
         added_to: True if gradients of earlier micro-batches are already in host memory.
@@ -61,7 +60,6 @@ class Place:
 @dataclass(frozen=True)
 class Tape:
     """A recording of a training iteration. One recorded micro-batch may represent several equal ones.
-
 
     Attributes:
         first, last: The entries ``places[first:last]`` are those of the micro-batch that represents several.

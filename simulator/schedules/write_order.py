@@ -88,7 +88,6 @@ def order_writing(
     If an update would overwrite state before it is written, the state is first copied to reserved host memory. The
     result tells which bytes are copied.
 
-
     Args:
         due: Subgroups whose state is overwritten by an update, each with the time of the overwriting, in any order. A
             subgroup has at most one entry.

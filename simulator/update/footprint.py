@@ -106,7 +106,6 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
     - Each later forward of the step gathers all except `Layer.persistent_params` elements, which are still gathered.
     - A backward gathers `Layer.regathered_params` elements, or all if this field is None.
 
-
     Args:
         micro_step: Index of the micro-batch in the step, from 0.
         backward: True for the copies before backward, False for the copies before forward.

@@ -162,7 +162,6 @@ class Holding:
 
         Memory that training uses under any plan, such as for gradient buckets, is not included.
 
-
         Args:
             amounts: Three lists from `tally`: the numbers of subgroups, their total elements, and the elements of the
                 largest one. A list has one number for each combination of placement and parameter location.

@@ -21,7 +21,6 @@ Add = Callable[[Step, int, list[Op]], Op]
 class _Buffer(NamedTuple, Generic[Op]):
     """A buffer in GPU or host memory for the update of one subgroup at a time.
 
-
     Attributes:
         turn: Position of the buffer's latest release among the releases of all buffers, counted from 1. It shows which
             of two buffers was released later. 0: the buffer was never used.

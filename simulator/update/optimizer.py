@@ -15,7 +15,6 @@ FP32_BYTES = 4
 class OptimizerState:
     """A description of an optimizer's state: the fp32 tensors that an update reads and writes for each parameter.
 
-
     Attributes:
         tensors: State tensors except the master, named as in DeepSpeed's ``optimizer.state``.
         master: True if an fp32 master parameter is part of the state.

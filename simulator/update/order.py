@@ -41,7 +41,6 @@ class UpdateOrder(BaseModel):
     def of(self, queue: Queue, members: Sequence[int]) -> list[int]:
         """Return subgroups in the order in which the plan updates them.
 
-
         Args:
             members: Subgroups of the queue, in ascending order.
 

@@ -23,7 +23,6 @@ FULLEST_BALANCE = 12.0  # number of wrong steps that the balance covers at most
 class StepTimes(NamedTuple):
     """The times of an iteration, in seconds, under a plan with updates that start before the gradient norm is known.
 
-
     Attributes:
         right_s: Time if these early updates are kept, because the step does not clip or overflow.
         wrong_s: Time if the early updates are redone, because the step clips or overflows.

@@ -78,7 +78,6 @@ class Bytes:
 
     The amount of work of each op is computed from them.
 
-
     Attributes:
         state: Bytes of fp32 optimizer state, which are also copied to the GPU or read from a drive for an update.
         wire: Bytes of the parameter itself, in the training precision.
@@ -121,7 +120,6 @@ def unfused_passes(amounts: Bytes) -> float:
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step of a recipe: one op in the sequence of ops for a subgroup's gradient or update.
-
 
     Attributes:
         rate: Name of the machine's speed at which the op runs, such as a copy bandwidth.

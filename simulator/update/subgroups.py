@@ -55,7 +55,6 @@ def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
     of the vector length (see `cut_flat`). The elements after the last complete part are added to that part if they are
     fewer than half of ``least``. Otherwise they form a smaller part.
 
-
     Args:
         least: Smallest number of elements of a complete part.
     """

@@ -103,7 +103,6 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """A GPT that predicts the next byte. ``forward(inputs, targets)`` returns the mean cross entropy.
 
-
     Args:
         seed: Seed of the initial weights. Torch's global random state is not used. Weights are drawn from N(0, 0.02),
             and residual outputs are scaled by 1/sqrt(2 layers) as in GPT-2. If None, the weights stay uninitialized.

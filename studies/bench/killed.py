@@ -124,7 +124,6 @@ def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Pa
     An attempt can fail to kill for two reasons. A random moment may come after the end of the run. A kill may be due
     when a point in the code is reached for the n-th time, but the run may reach it fewer times.
 
-
     Args:
         attempt: Function that trains in a given folder, kills the training, and returns the outcome.
         folder: Folder for the files of all attempts. It is removed if the last kill took effect and did no damage.

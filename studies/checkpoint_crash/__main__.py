@@ -162,7 +162,6 @@ def _require_success(run: Run) -> None:
 def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float) -> Trial:
     """Kill a training run, verify its checkpoints, resume it, and compare it with an uninterrupted run.
 
-
     Args:
         homes: Where the run keeps its 16-bit parameters, as a key of `RESUMED_WITH`.
         truth: State hashes of the uninterrupted run, by rank and step.

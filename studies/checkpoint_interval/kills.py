@@ -135,7 +135,6 @@ def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict
     measured iteration time, because other load changes the machine's speed. The prediction assumes failures at the same
     times as in the measurement.
 
-
     Args:
         row: Results with this interval: the useful steps, and for each failure the length of the period before it and
             the iteration time in this period.

@@ -46,7 +46,6 @@ WRITE_BYTES_PER_S = 30e6  # with this rate, writing a checkpoint takes about two
 class Kill(killed.Kill):
     """A SIGKILL of one rank of a training run: its moment, the rank, and how the run saves its checkpoints.
 
-
     Attributes:
         one_tag: True if the run saves every checkpoint under the same tag, so that a checkpoint replaces the previous
             one.

@@ -186,7 +186,6 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
 
     Training and saving run in this process.
 
-
     Args:
         name: Key of `WRITERS`, such as ``ebbtide``. ``none`` saves nothing.
     """

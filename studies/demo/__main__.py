@@ -38,7 +38,6 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 class DemoSize:
     """The size of the demo.
 
-
     Attributes:
         seconds: Total seconds for measuring the speeds of the machine.
         elements: Number of elements in the subgroup of optimizer state that is used to measure these speeds.

@@ -21,7 +21,6 @@ class CrashError(RuntimeError):
 class Crash:
     """The state of the demo's checkpoints when its training was killed.
 
-
     Attributes:
         committed: Tag of the last committed checkpoint, which must survive the kill.
         written_bytes: Bytes on disk of the next checkpoint, which was not committed yet.

@@ -41,7 +41,6 @@ class DemoModel:
     The runs of DeepSpeed and of each plan train in turn, so that a change of the machine's speed affects
     all of them equally. A turn is a few steps of one run, and takes about a second.
 
-
     Attributes:
         size: Key of `studies.bench.byte_gpt.SIZES`.
     """

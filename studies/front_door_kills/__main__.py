@@ -40,7 +40,6 @@ NEVER = Kill("never")
 class Trial(killed.Trial):
     """The outcome of one attempt to kill an unchanged training script with SIGKILL and to resume it.
 
-
     Attributes:
         stock_step: Step of the newest checkpoint that stock DeepSpeed would have had at the kill.
         resumed_step: Step that the script resumed from. 0 if it started from the beginning, and -1 if it failed.

@@ -21,7 +21,6 @@ LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "don
 class Script:
     """A training script to test.
 
-
     Attributes:
         name: Kind of the script: ``trainer``, ``accelerate`` or ``loop``.
     """

@@ -108,7 +108,6 @@ class _Parameter:
 
     A parameter that spans several layers is divided into one range per layer.
 
-
     Attributes:
         begin, end: First element of the range, and the first element after it. Elements are numbered through all layers
             of this rank.

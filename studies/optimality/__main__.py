@@ -102,7 +102,6 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
     """Return how far the tuner's plans for real models are from the lower bound of an iteration, which no plan can
     beat.
 
-
     Args:
         some: For each case, a description, the workload and the `Machine`.
     """

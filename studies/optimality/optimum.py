@@ -24,7 +24,6 @@ NEAR = 1e-5  # tolerance of the solver
 class Optimum:
     """The best plan of an exact search, and statistics of that search.
 
-
     Attributes:
         iteration_s: Its seconds per iteration. No choice of placements, staging buffers (GPU memory for a staged
             subgroup), prefetched subgroups and threads is faster.

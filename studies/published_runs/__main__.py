@@ -101,7 +101,6 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return all results of the study of published runs as a dict for the result file.
 
-
     Args:
         presets: Machines of the testbeds, not calibrated.
         corrected: Calibrated machines of the testbeds. Empty if ``--calibrate`` was not given.

@@ -45,7 +45,6 @@ _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
 class TrainingRun:
     """One published training run, read from a row of a CSV file.
 
-
     Attributes:
         measured_s: Seconds of one iteration: all micro-batches and the optimizer step.
         measured_gib: Memory in use on one GPU, in GiB. None if it was not published.

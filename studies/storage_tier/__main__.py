@@ -90,7 +90,6 @@ def main() -> None:
 class _Runs:
     """The training runs of all variants so far, each in its own process.
 
-
     Attributes:
         beside: Rates of the disk that were measured right before and after a run, by name of the variant.
     """

@@ -21,7 +21,6 @@ def disk_figures(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
     medians over all runs. The lower bound for a run depends on the rates that the disk had right before and after the
     run.
 
-
     Args:
         beside: Rates of the disk for each run, measured right before and after the run.
         passes_s: Seconds of forward and backward.

@@ -23,7 +23,6 @@ def saved_each_step(
     and then with checkpoints again. Because of this alternation, a steady change of the disk's speed is not mistaken
     for an effect of the checkpoints.
 
-
     Args:
         plain_s: Seconds of a step without a checkpoint, as the caller has measured them.
     """
@@ -113,7 +112,6 @@ def predicted(
 
     The machine and the model are measured in this process. The disk's speeds were measured before, at several times,
     and each plan is simulated once with each of these measurements.
-
 
     Args:
         engine: Stock DeepSpeed's engine, with its optimizer state in memory.

@@ -32,7 +32,6 @@ class Guessed:
 
     All updates run on the host.
 
-
     Attributes:
         ratio: Time of all updates over the time of forward and backward.
         floor_s: Lower bound of an iteration with early updates, in seconds.

@@ -173,7 +173,6 @@ class Run:
         times: Median seconds of each phase after the warm-up, with keys such as ``forward_s``.
         steps: Seconds of each phase in each step, with the warm-up, with keys such as ``forward``.
         threads: What the training threads did in each phase of each micro-batch (see `PhaseClock.threads`).
-        loss: The last loss.
     """
 
     times: dict[str, float]
@@ -189,7 +188,6 @@ def timed(
 
     Args:
         first: Number of the first batch. A step takes ``accumulation`` batches.
-        steps: Number of timed steps.
         threads: The training threads. By default, they are those of this process, and are not bound.
     """
     clock, loss = PhaseClock(torch.cuda.is_available(), threads or TrainingThreads()), torch.zeros(())
@@ -267,7 +265,6 @@ def host_plan(engine: Any, subgroup: int, keep: float = 0.0) -> Plan:
     """Return a plan that keeps all optimizer state of an engine in host memory and updates it there.
 
     Args:
-        subgroup: Number of elements of a subgroup.
         keep: Fraction of the subgroups that keep their 16-bit parameters in GPU memory. The 16-bit parameters of the
             other subgroups stay where DeepSpeed's config puts them.
     """

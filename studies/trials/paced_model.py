@@ -27,7 +27,6 @@ class Setting:
     state to the device and back. If the state is divided in the best way between host and device updates, the updates
     take about as long as forward.
 
-
     Attributes:
         memory_share: Device memory that parameters and gradients leave free, divided by the size of all optimizer
             state.

@@ -32,7 +32,6 @@ STAGES, RANKS = (2, 3), (1, 2)
 class Case:
     """The judgement of `tune verify` on one training run with a known defect.
 
-
     Attributes:
         found: True if the run differs from stock DeepSpeed's.
         named: True if the first difference is the defect's step and tensor.

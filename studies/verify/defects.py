@@ -133,7 +133,6 @@ def in_tensor(
 
     The result is a function that puts the defect into an engine, to test `tune verify`.
 
-
     Args:
         steps: Steps after which the values are changed.
         first: True to change only the part on the rank that holds the start of the tensor.

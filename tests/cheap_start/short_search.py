@@ -29,10 +29,7 @@ def changes(decision):
 
 
 def shorten(decision):
-    """Make every plan search in this process short, so that tests that do not judge plans run faster.
-
-    A short search still takes every kind of step, but tries only a few plans in each step.
-    """
+    """Make every plan search in this process short, so that tests that do not judge plans run faster."""
     for module, name, value in changes(decision):
         getattr(module, name)  # fails if the name was changed, so that the list above is corrected
         setattr(module, name, value)

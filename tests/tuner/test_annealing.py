@@ -93,7 +93,6 @@ def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(ear
 
 
 def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
-    """Check that each random change of annealing keeps every subgroup once, in its placement's queue."""
     rng, state = Random(1), Candidate(bytes(codes(9)), 2, 1).movable(Freedom())
     seen = set()
     for _ in range(500):
@@ -125,7 +124,6 @@ def test_first_plans_mix_every_placement_that_there_is_and_try_slots():
 
 
 def test_options_are_tried_where_they_help():
-    """Check that the search takes the fastest number of threads, here one, and overlaps the next forward."""
     work = workload(6)
     by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}
     on = machine(host_adam_by_threads=by_threads, host_adam_params_per_s=2e9)

@@ -110,7 +110,6 @@ def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_on_the_hos
 
 
 def test_one_memory_holds_what_device_and_host_take_together():
-    """Check that a plan fits into shared memory only if its GPU peak and host peak fit together."""
     work = workload(10)
     there = machine(unified_memory=True, device_shares_host_cores=True)
     peaks = ebbtide.tuner.plan(work, there).prediction
@@ -140,7 +139,6 @@ def test_failures_set_the_checkpoint_interval():
 
 
 def test_host_memory_of_checkpoints_is_planned_and_told():
-    """Check the plan for failures if the plan without them leaves too little host memory for a checkpoint's writers."""
     some = {"device_memory_bytes": 6 * GIB, "memory_margin": 0.0}
     free = ebbtide.tuner.plan(workload(6), machine(), **some).prediction
     some["host_memory_bytes"] = free.host_peak_bytes + 5 * 2**20
@@ -234,8 +232,6 @@ def test_it_tells_how_far_it_is():
 
 
 def test_a_plan_is_found_and_explained_without_the_objects_of_its_schedule(monkeypatch):
-    """Check that a search and its explanation build no Python objects of a schedule, which would be slow."""
-
     def refuse(*_args, **_fields):
         raise AssertionError("a plan's schedule was built as Python objects")
 
@@ -244,7 +240,6 @@ def test_a_plan_is_found_and_explained_without_the_objects_of_its_schedule(monke
 
 
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():
-    """Check the error if some plans keep one memory limit or the other, but none keeps both."""
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
     with pytest.raises(ImpossibleError, match=r"memory is 0\.[1-9]\d GiB short"):
         ebbtide.tuner.plan(work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB))

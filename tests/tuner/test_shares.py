@@ -76,11 +76,8 @@ def test_every_plan_of_the_descent_is_within_memory_by_a_simulation(seed):
 
 
 def test_early_updates_are_as_many_as_memory_holds():
-    """Check the plan that is built from fractions (`Shares`) if all updates are to be early (before the gradient norm
-    is known), but host memory is too small for this. Each early update needs additional host memory.
-
-    The plan must fit into memory. Some of its updates must be early, but not all.
-    """
+    # Each early update needs additional host memory. The plan must fit into memory. Some of its updates must be early,
+    # but not all.
     work, have = random_job(1)
     all_early = Shares({"host": 1.0}, {}, {"host": 1.0}, 1, 1, ())
     plenty = Search(work, have, Limits(10**12, 10**12)).peaks
@@ -113,11 +110,6 @@ def test_parameters_move_if_that_makes_an_iteration_clearly_shorter(about):
 
 @pytest.mark.parametrize("worth", [1.0, 0.8])
 def test_less_than_the_least_gain_moves_no_parameters(worth, monkeypatch):
-    """Check that the plan search moves 16-bit parameters to host memory if, and only if, this is worth it.
-
-    It is worth it if the iteration time becomes less than `WORTH_FREEING` times the time with all parameters on the
-    GPU. For this job the iteration becomes 12% shorter, which is enough at 1 and too little at 0.8.
-    """
     monkeypatch.setattr("ebbtide.tuner.placements.shares.WORTH_FREEING", worth)
     search = first_plans(*job(*MOVING))
     descend(search, MOST)

@@ -37,7 +37,6 @@ def checkpointed(
     If the plan already has an interval, its cap on the write bandwidth and its copy budget (host memory for copies of
     state) stay. Otherwise a small and a large copy budget are tried, which is quick and seldom worse than a search.
 
-
     Args:
         limits: Memory that checkpoints and plan may use.
         mtbf_s: Mean time between failures in seconds.
@@ -66,7 +65,6 @@ def goodput_of(
     Goodput is the useful share of the time if failures and checkpoints cost time. Under a plan, checkpoints are
     written while training goes on. Training with stock DeepSpeed or without offload waits for each checkpoint, and
     has its own best checkpoint interval.
-
 
     Args:
         predicted: Predicted iteration by role: ``plan``, ``stock`` or ``no offload``.

@@ -26,7 +26,6 @@ FAR = 0.04  # share of a bound. A plan that is further above its bound leaves ro
 class Faster:
     """A change that leaves the samples of a step as they are, with which they train faster.
 
-
     Attributes:
         changes: New values of fields of the job.
         outcome: Predicted time and memory, and the plan of a short search. Without a plan, nothing is offloaded.

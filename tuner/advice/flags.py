@@ -22,7 +22,6 @@ def options_of(changes: Changes, job: Job, *, host_limit: bool = False, no_host_
 
     A change without an option is described in words.
 
-
     Args:
         host_limit: True if host memory that the machine has need only be allowed.
     """

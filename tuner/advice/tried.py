@@ -58,7 +58,6 @@ class Outcome:
 class Tried:
     """A training job with changed settings, and the answers on its memory and speed.
 
-
     Attributes:
         changes: What differs from the asker's job.
         freedom: Arguments of `Question` on what plans may do.

@@ -29,7 +29,6 @@ MOST_GPUS = 256
 class WayOut:
     """A set of changes to a training job or its machine with which a plan fits into memory.
 
-
     Attributes:
         changes: New values of fields of the job (``data_parallel``, ``sequence`` ...) or of the machine
             (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``).

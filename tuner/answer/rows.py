@@ -38,7 +38,6 @@ _LABELS = {
 class Row:
     """A row of the table that compares training under a plan with other ways to train: one simulated way.
 
-
     Attributes:
         role: Kind of the row: the plan, stock DeepSpeed, DeepSpeed alone at its best, no offload, a variant of the
             plan, or another system.

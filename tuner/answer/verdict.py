@@ -23,7 +23,6 @@ WORTH = 1e-3  # relative difference below which two iterations count as equally 
 class Verdict:
     """The advice on whether to offload optimizer state.
 
-
     Attributes:
         choice: ``offload``, ``no offload``, or ``impossible`` if neither fits into memory.
     """

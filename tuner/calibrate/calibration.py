@@ -54,7 +54,6 @@ class CalibrationError(ValueError):
 class Observation:
     """A measured training run that is used to calibrate a machine's rates.
 
-
     Attributes:
         build: Function from a machine to the schedule of one iteration, as layers' times depend on the machine.
         measured_s: Measured seconds by phase, for at least one of PHASES.

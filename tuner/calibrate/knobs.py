@@ -18,7 +18,6 @@ Floats = NDArray[np.float64]
 class Knob:
     """A correction in a machine's calibration: one factor for several speeds of the machine, such as bandwidths.
 
-
     Attributes:
         width: Prior standard deviation of the factor in log units: how wrong the machine's given speeds may be.
         ranks: If above 0, the factor is for a rank's share of DRAM bandwidth while that many ranks use it.
@@ -79,7 +78,6 @@ def turned(
 
     Correction ``i`` multiplies each speed of the group ``knobs[i]`` by ``exp(x[i])``. A correction does not raise a
     speed above its physical limit.
-
 
     Args:
         x: Logarithm of the factor for each correction.

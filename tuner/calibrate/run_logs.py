@@ -34,7 +34,6 @@ class Described:
     """The facts about measured training runs that the file of the runs lacks, taken from the flags of ``tune
     calibrate``.
 
-
     Attributes:
         model: Model's config, a description, or a path.
         workload: Measured workload, used instead of ``model``.

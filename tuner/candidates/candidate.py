@@ -198,7 +198,6 @@ def evenly(
 
     Subgroups that stay on the GPU come first. The other placements are interleaved.
 
-
     Args:
         slots: Number of staging buffers (GPU memory for one staged subgroup each).
         locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.

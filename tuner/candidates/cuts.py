@@ -34,7 +34,6 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
 
     Args:
         workload: Training job of one rank.
-        sizes: Subgroup sizes to try, in elements.
         pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part
             of one of DeepSpeed's.
 

@@ -76,7 +76,6 @@ def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
 class Freedom:
     """The changes that a plan search may make, in addition to update orders and numbers of buffers.
 
-
     Attributes:
         placements: Placements that a subgroup of optimizer state may get.
         early: True if updates may start before the gradient norm is known.

@@ -10,7 +10,6 @@ State = Literal["ok", "slow", "bad"]
 class Finding:
     """The result of one check of ``tune doctor``, which is one line of its output.
 
-
     Attributes:
         state: ``ok``, ``slow`` if training works but is slower than possible, or ``bad`` if training does not
             work or is not safe.

@@ -108,7 +108,6 @@ def link_finding(name: str, width: int, widest: int, slot: int, card: int | None
     The link is reported as slow if it uses fewer lanes than the card supports, or if the slot limits the card to an
     older PCIe generation than the card supports.
 
-
     Args:
         slot: Newest PCIe generation that both the slot and the card support.
         card: Newest PCIe generation that the card supports, or None if unknown.

@@ -56,9 +56,6 @@ def anneal(search: Search, evaluations: int | None = None) -> None:
 
 
 def _near_s(search: Search) -> float:
-    """Return the seconds per iteration of a plan that is so close to the lower bound of the iteration time that
-    further search is not worth it.
-    """
     return CLOSE * search.bound_with(None if search.moves_parameters else search.locations).iteration_s
 
 
@@ -107,10 +104,6 @@ class _Walk:
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, rng: Random) -> None:
-        """Try random changes of a training plan while the annealing temperature falls from ``heat_s`` seconds to zero.
-
-        Stop early if the best plan is near the lower bound of the iteration time.
-        """
         near_s = _near_s(self.search)
         for step in range(evaluations):
             if self.search.best_s <= near_s:

@@ -150,7 +150,6 @@ def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_
 
     Assumptions: a step takes only its forward and backward, and checkpoints cost no time.
 
-
     Args:
         mtbf_s: Mean time between failures of the whole job, in seconds.
         restart_s: Seconds from a failure until training runs again.

@@ -57,14 +57,11 @@ class Question:
     """The input of the decision on a plan: the training job, the machine, the memory limits, and the effort.
 
     Attributes:
-        workload: Training job of one rank.
-        machine: Machine that trains.
         limits: Memory that plans may use.
         subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If
             empty, only the workload's own size is used.
         offload_parameters: True if 16-bit parameters may live in host memory even if they fit on the GPU.
         folders: Fields of the plan's file that name the directories for stored optimizer state.
-        seed: Seed of the search.
         effort: Fraction of a full search's evaluations.
         pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's subgroups. Ignored
             below ZeRO-3.
@@ -106,16 +103,7 @@ class Question:
         storage: Mapping[str, int] | None = None,
         **freedom: Any,
     ) -> "Question":
-        """Build the input of a plan search from the arguments of a planning command.
-
-        Args:
-            storage: Bytes that optimizer state may take on drives, by directory.
-            freedom: Further attributes, such as ``effort``.
-
-        Raises:
-            ValueError: A memory limit cannot be used, ``effort`` is not in (0, 1], or ``pieces`` is combined with
-                ``storage``, which is not supported.
-        """
+        """Build the input of a plan search from the arguments of a planning command."""
         asked = {"device_memory_bytes": device_memory_bytes, "host_memory_bytes": host_memory_bytes}
         limits, machine, folders = with_storage(workload, machine, storage, **asked, margin=memory_margin)
         return cls(workload, machine, limits, folders=folders, **freedom)
@@ -173,8 +161,6 @@ class Decision:
 
     Attributes:
         question: Training job, machine and memory limits for which the plan was chosen.
-        search: Plan search that found the plan, at the chosen subgroup size.
-        chosen: Chosen plan, as the search represents it.
     """
 
     question: Question
@@ -187,9 +173,7 @@ class Decision:
 
     @property
     def folders(self) -> Mapping[str, Any]:
-        """Return the plan file's fields that name the directories for stored optimizer state. The dict is
-        empty if the plan stores none.
-        """
+        """Return the plan file's fields that name the directories for stored optimizer state."""
         return {} if STORED.isdisjoint(self.chosen.placements) else self.question.folders
 
 
@@ -246,17 +230,6 @@ def decide(question: Question, progress: Told = silently) -> Decision:
 
 
 def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = True) -> Decision:
-    """Find a plan by a quick plan search, and choose the subgroup size.
-
-    Args:
-        question: Training job, machine, memory limits and effort.
-        progress: Called with the finished fraction and the name of the current phase.
-        found: Results so far. They are not repeated. New results are added.
-        last: True if the smallest subgroups are also tried when no plan fits with any other size.
-
-    Raises:
-        ImpossibleError: No plan fits into memory.
-    """
     searches = _searches(question, progress, found, last=last)
     if question.effort <= SKETCH:
         return _decided(question, _largest_of_the_best(searches))
@@ -270,33 +243,11 @@ def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = 
 
 
 def _decided(question: Question, best: Search) -> Decision:
-    """Return the best plan of a plan search, together with the search.
-
-    The returned plan leaves out early updates (updates that start before the gradient norm is known) and on-device
-    gradient accumulation for subgroups where they save almost no time. If training already runs, the plan also has no
-    16-bit parameters in host memory if that saves almost no time. Before training, the plan keeps the parameter
-    locations that the search has chosen.
-    """
     fastest = best.best() if question.running is None else best_worth_moving(best)
     return Decision(question, best, fewest(best, fastest))
 
 
 def _searches(question: Question, progress: Told, found: _Found, *, last: bool = True) -> list[Search]:
-    """Run a short plan search at each subgroup size. Return the searches that found a plan which fits into memory, the
-    largest subgroups first.
-
-    Only a few sizes are tried if the question's effort is at most `QUICK`, or if an iteration has very many ops: first
-    two (one if a step has many micro-batches), and then the sizes next to the better one, for as long as the best
-    plan's iteration gets clearly shorter.
-
-    Args:
-        progress: Called with the finished fraction and the current subgroup size.
-        found: Results so far. They are not repeated. New results are added.
-        last: True if the smallest subgroups are also tried when no plan fits with any other size.
-
-    Raises:
-        ImpossibleError: No plan fits with any subgroup size.
-    """
     cuts, searches = question.cuts, found.searches
 
     def best_s(number: int) -> float:
@@ -331,15 +282,12 @@ def _searches(question: Question, progress: Told, found: _Found, *, last: bool =
 
 
 def _long(searches: Mapping[int, Search]) -> bool:
-    """Return True if simulating the job takes so long that a full answer tries only a quick one's subgroup sizes."""
     return any(search.fits and search.most_ops > LONG_OPS for search in searches.values())
 
 
 def most_micro_batches(workload: Workload) -> int:
-    """Return the largest number of micro-batches per step with which a plan search simulates a training job.
-
-    With more micro-batches, a search would take hours and many GiB.
-    """
+    """Return the largest number of micro-batches per step with which a plan search simulates a training job."""
+    # With more micro-batches, a search would take hours and many GiB.
     return MOST_PASSES // len(workload.layers)
 
 
@@ -364,12 +312,7 @@ def follow(search: Search, coarser: Sequence[Search]) -> None:
     """Try further plans in a plan search.
 
     The first plans are the best ones of searches with larger subgroups, converted to this search's smaller subgroups.
-    Then plans follow that spread their placements evenly over the model. Plans with early updates are last. An early
-    update starts before the gradient norm is known.
-
-    Args:
-        search: Plan search, to which the results are added.
-        coarser: Plan searches with larger subgroups.
+    Then plans follow that spread their placements evenly over the model. Plans with early updates are last.
     """
     for other in coarser:
         if search.moves_parameters or not other.moves_parameters:
@@ -383,35 +326,17 @@ def _changes(search: Search) -> int:
 
 
 def improve(search: Search, effort: float) -> None:
-    """Improve the plans that a plan search has found, by simulated annealing.
-
-    Args:
-        effort: Fraction of a full search's evaluations (simulated plans).
-    """
+    """Improve the plans that a plan search has found, by simulated annealing."""
     search.effort = min(1.0, effort)
     anneal(search)
 
 
 def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:
-    """Return the plan searches that are continued with more effort: the search with the fastest plan, and possibly the
-    second best search.
-
-    The searches differ in the subgroup size. The second best search is returned too if its best plan takes at most
-    ``near`` times as long as the fastest plan.
-    """
     by_time = sorted(searches, key=lambda search: search.best_s)
     return [search for search in by_time if search.best_s <= near * by_time[0].best_s][:FINALISTS]
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the plan search with the fewest subgroups, among the searches with a best plan that is at most about 0.5%
-    slower than the fastest plan of all searches.
-
-    Args:
-        searches: Plan searches at different subgroup sizes.
-        quick: Decision of a quick search for the same job, or None. A search is left out if its best plan is slower
-            than this decision's plan. If all are slower, the search with the fastest plan is returned.
-    """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))
     near = [search for search in searches if search.best_s <= most_s]

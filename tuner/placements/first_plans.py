@@ -55,10 +55,6 @@ def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = 
 
 
 def _least_stored(search: Search) -> float:
-    """Try plans that keep as few subgroups as possible on a drive. Return the seconds per iteration of the fastest one.
-
-    The other subgroups are divided among the other placements in many ways.
-    """
     count, best_s = len(search.workload.subgroups), math.inf
     stored = next(p for p in search.choices if p in STORED)
     others = [p for p in search.choices if p not in STORED]
@@ -77,15 +73,6 @@ def _least_stored(search: Search) -> float:
 
 
 def _grid_s(search: Search, points: int, slots: Sequence[int]) -> float:
-    """Try plans with different numbers of subgroups per placement, and return the seconds per iteration of the
-    fastest plan.
-
-    In each plan, the subgroups of each placement are spread evenly over the model.
-
-    Args:
-        points: Largest number of combinations to try. A combination is a number of subgroups for each placement.
-        slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try with each combination.
-    """
     numbers = _grid(len(search.workload.subgroups), points, search.choices)
     return min(search.try_(search.evenly(n, number)) for n, number in product(numbers, slots))
 
@@ -109,12 +96,6 @@ def _roomiest_s(search: Search, division: Fit, fixed: Mapping[int, Placement]) -
 
 
 def _division(search: Search) -> Fit:
-    """Divide the model's parameters among placements, so that the fullest memory keeps as many free bytes as possible.
-
-    A placement says where the optimizer state of parameters lives and is updated. The memories are GPU memory, host
-    memory and the drives. The fraction of the 16-bit parameters in host memory is not varied. It is the fraction in the
-    plans that the search begins with (`Search.locations`).
-    """
     away = search.away(search.locations) / search.workload.params
     return roomiest(search.workload, search.machine, search.limits, away=away)
 

@@ -41,7 +41,6 @@ def begun(
     them fits, it tries plans with parameters in host memory. If drives are given and the job uses ZeRO-3, a second
     search then tries plans with optimizer state on drives, and the search with the faster plan is returned.
 
-
     Args:
         limits: Memory and storage that plans may use.
         freely: True if parameters may move to host memory even if a plan fits without that.

@@ -178,7 +178,6 @@ def predict(
     """Return the simulated iteration under a plan as a prediction, with an interval that follows from the spread of the
     machine's rates. If the plan has a checkpoint interval, the prediction has the stall of training for a checkpoint.
 
-
     Args:
         lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
         sweep: Predictor for the job with the plan's subgroups. If None, a new one is made.

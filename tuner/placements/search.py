@@ -235,16 +235,7 @@ class Search:
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self.sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: Row, options: tuple[Any, ...], most_s: float = math.inf) -> float:
-        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip gradients.
-
-        A step that clips must undo and redo the plan's early updates.
-
-        Args:
-            codes: Code of each subgroup's placement, parameter location and flags.
-            row: Simulator's results for a step that does not clip.
-            options: Further arguments of the simulation.
-            most_s: If a step that does not clip takes longer, its time is returned.
-        """
+        # A step that clips must undo and redo the plan's early updates.
         from ebbtide.simulator.engines import summary
 
         right_s = float(row[summary.ITERATION_S])
@@ -264,9 +255,6 @@ class Search:
         return times.mean_s(self.workload.expected_clip_rate)
 
     def _row(self, codes: Codes, options: tuple[Any, ...]) -> Row:
-        """Return the simulator's results for a plan. The results of the last plans are remembered: a plan with early
-        updates is always compared with the same plan without them, and random changes lead to equal plans.
-        """
         *numbers, issue, host_slots = options
         key = (codes.tobytes(), *numbers, b"" if issue is None else issue.tobytes(), host_slots)
         if key not in self._rows:
@@ -280,14 +268,6 @@ class Search:
         return self._simulate(self.ordered(candidate))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
-        """Return a plan's seconds per iteration after many iterations, or ``seconds`` if ``seconds`` is longer.
-
-        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. A
-        simulation of the first few iterations does not show this growth.
-
-        Args:
-            seconds: Seconds per iteration in a simulation of the first few iterations.
-        """
         later = seconds_of(self._longer, c)
         return later if later > seconds * (1 + 1e-6) else seconds
 
@@ -315,9 +295,7 @@ class Search:
         return not math.isinf(self.best_s)
 
     def best(self) -> Candidate:
-        """Return the fastest plan that this search has scored. Among equally fast plans, return the one
-        with the least GPU memory.
-        """
+        """Return the fastest plan that this search has scored."""
         if self._best is None:
             raise ValueError("no plan was scored yet")
         return self._best[1]
@@ -327,8 +305,6 @@ class Search:
     def try_(self, c: Candidate) -> float:
         """Simulate a plan, and also a copy with early updates if allowed. Return the seconds per iteration
         of the faster one.
-
-        An early update starts before the gradient norm is known.
         """
         seconds = self.score(c).iteration_s
         if self.early and not math.isinf(seconds):
@@ -336,8 +312,7 @@ class Search:
         return seconds
 
     def with_early(self, c: Candidate, placements: Sequence[Placement] = EARLY_PLACEMENTS) -> Candidate:
-        """Return a copy of a plan with as many early updates (before the gradient norm is known) as memory
-        and time allow.
+        """Return a copy of a plan with as many early updates as memory and time allow.
 
         The last subgroups are updated early, since backward computes their gradients first.
         """
@@ -355,10 +330,7 @@ class Search:
     def evenly(
         self, numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None
     ) -> Candidate:
-        """Build a plan with a given number of subgroups per placement, spread evenly over the model.
-
-        Each subgroup's 16-bit parameters are in GPU or host memory, as in the first plans of this search (`locations`).
-        """
+        """Build a plan with a given number of subgroups per placement, spread evenly over the model."""
         return evenly(numbers, slots, fixed, self.locations)
 
     # -- bounds ------------------------------------------------------------------------------
@@ -371,21 +343,12 @@ class Search:
     def bound_with(self, locations: tuple[ParameterLocation, ...] | None) -> Bound:
         """Return a lower bound of the iteration time under any plan with a given number of 16-bit parameters in host
         memory.
-
-        Args:
-            locations: Location of each subgroup's 16-bit parameters, which gives the number of parameters in host
-                memory. If empty, the number is 0. If None, the bound holds for any number.
-
-        Raises:
-            ValueError: The job does not fit into memory with any plan.
         """
         away = None if locations is None else self.away(locations)
         return self._bounds.of(self.workload, self.machine, self.limits, away)
 
     def floor_s(self) -> float:
-        """Return a lower bound in seconds of the iteration time, for any locations of the 16-bit parameters. ``inf`` if
-        the job does not fit into memory.
-        """
+        """Return a lower bound in seconds of the iteration time, for any locations of the 16-bit parameters."""
         return self._bounds.seconds(self.workload, self.machine, self.limits, None)
 
     def may_take_less(self, locations: tuple[ParameterLocation, ...], seconds: float) -> bool:
@@ -396,11 +359,7 @@ class Search:
         return self._bounds.may_take_less(self.workload, self.machine, self.limits, away, seconds)
 
     def away(self, locations: tuple[ParameterLocation, ...]) -> int:
-        """Return the number of elements with their 16-bit parameters in host memory.
-
-        Args:
-            locations: Location of each subgroup's parameters. If empty, all are in GPU memory.
-        """
+        """Return the number of elements with their 16-bit parameters in host memory."""
         pairs = zip(self.workload.subgroups, locations, strict=False)
         return sum(size for size, location in pairs if location == "host")
 

@@ -36,10 +36,8 @@ MOST_SPREAD = 256  # most cached mixtures. Many changes leave the mixture as it 
 
 
 def spread(sizes: Sequence[int], shares: Mapping[Placement, float], *, mixed: bool = False) -> list[Placement]:
-    """Return a placement for each subgroup, so that each placement has its share of the elements.
-
-    Subgroups that stay on the GPU come first, unless all are to be ``mixed``. The other placements are interleaved.
-    """
+    """Return a placement for each subgroup, so that each placement has its share of the elements."""
+    # Subgroups that stay on the GPU come first, unless all are to be ``mixed``.
     there = tuple((p, shares[p]) for p in PLACEMENTS if shares.get(p, 0.0) > 0.0)
     return [*_spread(tuple(sizes), there, mixed)]
 
@@ -171,8 +169,7 @@ class Shares:
         """Yield descriptions of plans that are similar to the plan that this object describes.
 
         A similar plan has one change: in the placements, the early updates, the number of buffers or the parameter
-        locations. A change of placements may come with another number of buffers. An early update starts before the
-        gradient norm is known.
+        locations. A change of placements may come with another number of buffers.
 
         Args:
             step: Size of a change, such as the fraction of the parameters that get another placement.
@@ -206,12 +203,6 @@ class Shares:
         yield from self._large_moved(search)
 
     def _large_moved(self, search: Search) -> Iterator["Shares"]:
-        """Yield variants of this plan description with new placements of large subgroups. A subgroup is large if it
-        has far more elements than the others.
-
-        In a variant, all large subgroups get the same placement, one of them gets a new placement, or one of them
-        swaps placements with small subgroups.
-        """
         if len(self.large) > 1:
             yield from (replace(self, large=dict.fromkeys(self.large, p)) for p in search.choices)
         sizes = search.workload.subgroups
@@ -303,12 +294,6 @@ def best_worth_moving(search: Search) -> Candidate:
 
 
 def _best_of(search: Search, starts: Sequence[Shares], steps: Sequence[float], most: int) -> Shares:
-    """Improve several starting plans by a few changes each, then improve the best result by some more changes, and
-    return it.
-
-    Each starting plan is improved once for each value in ``steps``, which is the size of the first changes. When no
-    change of the present size makes the plan faster, the size is halved.
-    """
     least = LAST_STEP / len(search.workload.subgroups)
     ends = [_descended(search, start, step, least, min(most, FEW)) for start in starts for step in steps]
     best = min(ends, key=lambda shares: shares.seconds(search))

@@ -208,7 +208,6 @@ def _own_job(request: Scenario) -> Job:
 
 
 def _faster(request: Answer, machine: Machine, told: list[tuple[Role, Prediction]]) -> list[dict[str, Any]] | None:
-    """Return up to three changes with which the same samples train faster. None: they were not looked for."""
     wanted = request.faster or request.effort == "full"
     fitting = [one.iteration_s for role, one in told if role in ("plan", "no offload") and one.fits]
     if not wanted or request.workload is not None or not fitting:
@@ -250,11 +249,6 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
 
 
 def _judged(plan: Plan, workload: Workload, machine: Machine, limits: Limits) -> Plan:
-    """Return a copy of a plan from a request, with a prediction for the request's machine and training job.
-
-    The plan's own prediction may be for others. It is kept if it has the iteration time of the simulation and the
-    request's memory limits. A plan that does not fit into memory gets no prediction.
-    """
     known, simulated_here = plan.prediction, under_plan(plan, PlanSweep(workload.cut_as(plan), machine), limits)
     same_s = known is not None and math.isclose(known.iteration_s, simulated_here.result.iteration_s, rel_tol=SAME)
     if known is not None and same_s and known.limits == limits.by_memory:

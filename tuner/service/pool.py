@@ -100,7 +100,6 @@ class Worker:
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
         """Send a request to this worker process of the planning service, and wait for the result.
 
-
         Args:
             result_bytes: Largest size of the result in bytes.
 
@@ -190,7 +189,6 @@ class Lane:
 
         If the caller is cancelled (because a client has left or a background job was stopped), the worker process is
         killed. In a queue marked as patient, the worker process finishes its work instead.
-
 
         Raises:
             BusyError: Too many requests already wait.
@@ -314,7 +312,6 @@ class Pool:
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
         """Return the planning service's result for a request, from the cache or from a worker process.
-
 
         Args:
             light: True for the queue of light requests, False for the queue of heavy ones.

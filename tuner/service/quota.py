@@ -16,7 +16,6 @@ class Quota:
 
     A light request has few simulated operations and is answered quickly. Heavy requests and jobs run at low priority.
 
-
     Attributes:
         body_bytes: Size of a request without a timeline.
         run_bytes: Size of a request with a timeline.
@@ -137,7 +136,6 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
     """Return True if the simulations of a request are few enough for the planning service's queue of light requests.
-
 
     Args:
         ops: Number of operations in one simulation.

@@ -13,7 +13,6 @@ from ebbtide.tuner.verify.run import MASTER, Run, Tensor
 class Difference:
     """A quantity (a loss, norm, rate or tensor) that differs between two training runs after the same step.
 
-
     Attributes:
         name: A loss, ``gradient norm``, a learning rate, a parameter, or its fp32 master (``NAME/fp32``).
         theirs: Value of the scalar, or norm of the tensor, in the second run.

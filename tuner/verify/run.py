@@ -23,7 +23,6 @@ MASTER = "/fp32"
 class Tensor:
     """A digest of one tensor in a training run, put together from the parts that the ranks hold.
 
-
     Attributes:
         sketch: Short vector. The distance of two sketches is about the distance of the tensors.
         copies_agree: True if ranks that hold the same part of the tensor hold the same bits.

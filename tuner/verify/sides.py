@@ -22,7 +22,6 @@ Verdict = Literal["identical", "different", "nondeterministic"]
 class Finding:
     """The result of comparing two recorded training runs in ``tune verify``.
 
-
     Attributes:
         against: Name of the second run.
         verdict: ``nondeterministic`` if two runs of the same command differ too.
@@ -43,7 +42,6 @@ class Finding:
 @dataclass(frozen=True)
 class Verification:
     """The result of ``tune verify``: the compared training runs and what was found.
-
 
     Attributes:
         findings: Result of comparing each run with the next, and last, if two runs of the same command differ, the

@@ -176,7 +176,6 @@ class Problem:
         - A copy of state out of a buffer, if the state does not stay in the buffer until the next forward has ended.
           These copies only count if ``blocks`` are all blocks.
 
-
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
         """
@@ -199,7 +198,6 @@ class Problem:
         GPU.
 
         The copies bring parameters from host memory to the GPU, for forward and backward.
-
 
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that the copies use.

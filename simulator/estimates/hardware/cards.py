@@ -7,7 +7,6 @@ from typing import NamedTuple
 class Card(NamedTuple):
     """A GPU without a preset.
 
-
     Attributes:
         like: Preset of a machine as this card is usually in, whose figures are replaced by the card's.
         gib: GPU memory that the driver leaves to programs.

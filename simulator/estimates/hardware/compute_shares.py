@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 class Compute:
     """The fractions of a GPU's data sheet speed (dense bf16) that training reaches, derived from published runs.
 
-
     Attributes:
         found: Fraction that flash attention reached in the published runs, forward and backward, on causal sequences.
         runs: Names of the published runs. If the GPU has none, the name of the similar GPU from which the fractions are

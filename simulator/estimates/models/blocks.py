@@ -20,7 +20,6 @@ class ModelError(RuleError):
 class Experts:
     """The experts of a layer in a mixture-of-experts model.
 
-
     Attributes:
         flops_per_token: Floating-point operations of a token's experts in a forward. They are part of the block's.
         modules: Number of modules with a matrix of one expert each. 0 if the matrices of all experts are stacked.
@@ -59,7 +58,6 @@ class Block:
 @dataclass(frozen=True)
 class Part:
     """A part of a layer, such as a matrix or a norm, with its parameters.
-
 
     Attributes:
         flops: Floating-point operations of a forward per token.

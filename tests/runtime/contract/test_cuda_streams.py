@@ -58,7 +58,6 @@ def test_stocks_bits(fake, case):
 
 
 def test_autograds_thread_runs_on_the_core_that_updates_leave_free(late_deepspeed, monkeypatch):
-    """Check where hooks of backward run, if backward runs on a thread of its own, as on a GPU."""
     free, everywhere, seen = [max(os.sched_getaffinity(0))], os.sched_getaffinity(0), []
     monkeypatch.setattr(cuda, "spared_cores", lambda *_, **__: free)
     ours = attached(engine_for("clipping"), MIX)
