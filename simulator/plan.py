@@ -338,7 +338,7 @@ class Plan(Shown, Page):
         return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
 
     def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
-        """Return a copy of the plan with another `Way` (placement, parameter location and flags) for each subgroup.
+        """Return a copy of the plan with another `Way` for each subgroup.
 
         The order of the updates stays.
 

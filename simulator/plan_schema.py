@@ -75,8 +75,8 @@ class WayRun(Page):
 class Ways:
     """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan file.
 
-    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. In the plan file,
-    neighboring subgroups with the same values share one list entry with their number.
+    In Python there is a `Way` for each subgroup. In the plan file, neighboring subgroups with the same values share one
+    list entry with their number.
     """
 
     @classmethod

@@ -177,7 +177,7 @@ class Op(NamedTuple):
 class Schedule:
     """A schedule: the ops of one or more training iterations.
 
-    Each lane (queue of ops) runs its ops in the order in which ``ops`` lists them.
+    Each lane runs its ops in the order in which ``ops`` lists them.
 
     Attributes:
         held: Bytes that are in use throughout an iteration, by memory and kind (parameters, state ...).

@@ -33,7 +33,7 @@ class Allocated:
         states: The subgroups' tensors, in the memory that ``plan`` names.
         slots: Staging buffers in GPU memory, each for one subgroup.
         host_slots: Host buffers to read and write state on a drive.
-        early_updates: Spare buffers for updates that start before the gradient norm is known.
+        early_updates: Spare buffers for early updates.
     """
 
     plan: Plan

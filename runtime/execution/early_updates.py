@@ -52,7 +52,7 @@ class StagedUpdate:
         origin: The subgroup's state in host memory. If the update waits for the gradient norm, the new state is
             copied back to it. Otherwise the new state is copied to a spare buffer in host memory.
         wire: The staging buffer's tensor for new parameters, if the update starts before the gradient norm is known.
-        early: The update that starts before the gradient norm is known. None if the update waits for the norm.
+        early: The early update. None if the update waits for the norm.
     """
 
     origin: tuple[torch.Tensor, ...]
@@ -103,7 +103,7 @@ class EarlyUpdates:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the spare host buffers for updates that start before the gradient norm is known."""
+        """Return the bytes of the spare host buffers for early updates."""
         spares = (t for spare in self._spares.values() for t in spare)
         return sum(t.nbytes for t in (*spares, *self.wires.values()))
 
@@ -147,9 +147,8 @@ class EarlyUpdates:
     def bring_back(self, state: SubgroupState) -> None:
         """Copy a subgroup's optimizer state from a spare buffer back to the training framework's own tensors.
 
-        The state is in the spare buffer because an early update, which starts before the gradient norm is known, has
-        written it there. After this call, training uses the framework's tensors. No update of the subgroup may be
-        running.
+        The state is in the spare buffer because an early update has written it there. After this call, training uses
+        the framework's tensors. No update of the subgroup may be running.
         """
         origin = self._kept[state.index]
         for to, source in zip(origin, state.state, strict=True):
@@ -157,7 +156,7 @@ class EarlyUpdates:
         state.state, self._spares[state.index] = origin, state.state
 
     def close(self, states: Sequence[SubgroupState]) -> None:
-        """Release the spare buffers of updates that start before the gradient norm is known.
+        """Release the spare buffers of early updates.
 
         No update may be running.
 

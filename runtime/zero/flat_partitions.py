@@ -58,9 +58,8 @@ class FlatState:
         """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code that reads these buffers,
         such as DeepSpeed's checkpoints.
 
-        An early update, which starts before the gradient norm is known, leaves a subgroup's new state in a spare
-        buffer. This state is copied too. Training then uses the flat buffers for this subgroup until its next early
-        update.
+        An early update leaves a subgroup's new state in a spare buffer. This state is copied too. Training then uses
+        the flat buffers for this subgroup until its next early update.
         """
         session.executor.wait_all()
         if self.published:

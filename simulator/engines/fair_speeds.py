@@ -27,7 +27,7 @@ def max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing
     The results are written to ``speed``, and equal those of `ebbtide.simulator.engines.sharing.max_min_speeds`.
 
     Args:
-        busy: For each lane (queue of ops), 1 if an op of the lane runs, and 0 otherwise.
+        busy: For each lane, 1 if an op of the lane runs, and 0 otherwise.
         demand: For each lane and capacity, the amount of the capacity that the lane's op uses at full speed.
         speed: Output: for each lane, the speed of its op as a fraction of full speed.
         growing: Working array, which is overwritten. It marks the lanes that can still get a higher speed.

@@ -139,8 +139,7 @@ def tally(subgroups: Iterable[tuple[int, Way]]) -> tuple[list[int], list[int], l
     """Count subgroups, and their elements, for each combination of placement and parameter location.
 
     Args:
-        subgroups: For each subgroup, its number of elements and its `Way` (placement, parameter location and flags).
-            The flags do not matter.
+        subgroups: For each subgroup, its number of elements and its `Way`. The flags do not matter.
 
     Returns:
         Three lists: the numbers of subgroups with each combination, their total elements, and the elements of the

@@ -166,8 +166,8 @@ class Holding:
             amounts: Three lists from `tally`: the numbers of subgroups, their total elements, and the elements of the
                 largest one. A list has one number for each combination of placement and parameter location.
             host_slots: Number of buffers in host memory for state that is stored on drives.
-            updated_early: Three such lists for subgroups with early updates (before the gradient norm is known).
-                ``amounts`` does not include these subgroups. None: no update is early.
+            updated_early: Three such lists for subgroups with early updates. ``amounts`` does not include these
+                subgroups. None: no update is early.
             summed: Number of elements with gradients that are accumulated in GPU memory. For these elements, host
                 memory holds no gradient sum of the present step. It still holds the gradients of the previous step,
                 because DeepSpeed may apply them again (see `keeps_window`).
@@ -215,7 +215,7 @@ class Holding:
             both: Two results of `tally`, which counts subgroups and their elements for each combination of placement
                 and parameter location. The first result is for subgroups that are updated after the gradient norm is
                 known, the second result for subgroups with early updates.
-            staging_slots: Number of staging buffers of the plan (GPU memory for the state of one subgroup).
+            staging_slots: Number of staging buffers of the plan.
             host_slots: Number of buffers in host memory for state that is stored on drives.
         """
         waiting, early = both[0][0], both[1][0]

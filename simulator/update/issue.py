@@ -97,7 +97,7 @@ class Issue(Generic[Op]):
 
         Call this method as soon as the first gradient of the last micro-batch is complete. Further calls in the same
         step do nothing. Subgroups that are updated before the norm come first. State that a skipped step has left in
-        its staging buffer (GPU memory for one subgroup) is not copied again.
+        its staging buffer is not copied again.
 
         Args:
             early: False if all updates of this step wait for the gradient norm.

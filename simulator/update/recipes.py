@@ -72,7 +72,7 @@ class Recipe:
 
     @cached_property
     def updated_early(self) -> Recipe | None:
-        """Return the recipe (the sequence of ops) of an update that starts before the gradient norm is known.
+        """Return the recipe of an early update.
 
         The result is None if the placement does not allow such an early update. The update starts when the gradient is
         complete, and assumes that the step neither clips nor overflows. It writes to other buffers than it reads, so

@@ -113,5 +113,5 @@ _BY_CODE = {way.code: way for way in ways()}
 
 
 def of_codes(codes: Iterable[int]) -> tuple[Way, ...]:
-    """Decode numbers from `Way.code` into ways of updating (placement, parameter location and flags)."""
+    """Decode numbers from `Way.code` into ways of updating."""
     return tuple(_BY_CODE[int(code)] for code in codes)

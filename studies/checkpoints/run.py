@@ -85,9 +85,9 @@ class Run:
         folder: Folder of the checkpoints. Logs and notes are written next to it.
         number: 0 for the run that is killed, 1 for the run that resumes in the same folder.
         homes: Key of `HOMES`, which says where the plan keeps the 16-bit parameters. With any key, updates run during
-            the next forward. The key ``stored`` also puts a part of the optimizer state on storage. The key
-            ``guessed`` makes all updates early (before the gradient norm is known), and lets some steps clip. If
-            empty, there is no plan, and DeepSpeed updates the state.
+            the next forward. The key ``stored`` also puts a part of the optimizer state on storage. The key ``guessed``
+            makes all updates early, and lets some steps clip. If empty, there is no plan, and DeepSpeed updates the
+            state.
     """
 
     folder: Path

@@ -83,7 +83,7 @@ class Demo:
         """Run three trainings that take turns of a few steps: one with stock DeepSpeed, and two under plans.
 
         The first plan is made from a profile of the first steps with stock DeepSpeed. The second one differs only in
-        its early updates (before the gradient norm is known).
+        its early updates.
 
         Returns:
             True if losses, parameters and optimizer state of all three trainings are bit-identical.

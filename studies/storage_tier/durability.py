@@ -43,6 +43,7 @@ def saved_each_step(
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
     store = session_of(engine)._store
+    assert store is not None, "the plan must keep state on the disk"
     before, begin = store.written_bytes, time.perf_counter()
     for _ in range(steps):
         train(engine)

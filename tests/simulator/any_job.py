@@ -128,8 +128,8 @@ class Tried:
     def seconds(self, iterations=3):
         """Return the mean seconds of an iteration in a simulated run.
 
-        If the plan has early updates (before the gradient norm is known), this is a mean over steps that clip gradients
-        and steps that do not. The weight of the steps that clip is the workload's expected fraction of such steps.
+        If the plan has early updates, this is a mean over steps that clip gradients and steps that do not. The weight
+        of the steps that clip is the workload's expected fraction of such steps.
 
         Args:
             iterations: Number of iterations to simulate. The mean is over the second half of them, or over the last one

@@ -154,8 +154,8 @@ class Search:
     def score(self, candidate: Candidate) -> Score:
         """Return the score (simulated time and memory) of a plan. A plan that was scored before is not simulated again.
 
-        If the plan has early updates (before the gradient norm is known) and fits, the same plan without early
-        updates is scored too. Its score is stored, but not returned.
+        If the plan has early updates and fits, the same plan without early updates is scored too. Its score is stored,
+        but not returned.
         """
         candidate = self.ordered(candidate)
         if candidate not in self.scores:

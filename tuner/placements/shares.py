@@ -231,9 +231,9 @@ def descend(search: Search, most: int, *, near: bool = False) -> None:
     as the predicted iteration gets shorter.
 
     A change gives some of the parameters another placement, for example, or adds a staging buffer. The search starts
-    from up to three plans: the best plan so far, the best plan without early updates (updates before the gradient
-    norm is known), and the ideal plan, which reaches the lower bound of the iteration time. A few changes are tried
-    from each of these plans. Only the best resulting plan is improved further, by smaller and smaller changes.
+    from up to three plans: the best plan so far, the best plan without early updates, and the ideal plan, which reaches
+    the lower bound of the iteration time. A few changes are tried from each of these plans. Only the best resulting
+    plan is improved further, by smaller and smaller changes.
 
     Args:
         search: Plan search with at least one plan that fits.

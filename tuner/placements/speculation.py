@@ -79,8 +79,8 @@ def fewest(search: Search, best: Candidate) -> Candidate:
 
 
 def about_early_updates(search: Search, made: Plan) -> list[str]:
-    """Return a list with one sentence about a plan's early updates (before the gradient norm is known) and the time
-    that they save over the search's best plan without them.
+    """Return a list with one sentence about a plan's early updates and the time that they save over the search's best
+    plan without them.
 
     The list is empty if the job cannot have early updates, as under ZeRO-1.
     """

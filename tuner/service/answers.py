@@ -85,8 +85,8 @@ TEMPLATES = Templates(build_strategy)  # shared, because a worker answers one re
 
 
 def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
-    """Simulate one training iteration under the strategy or the plan of a request to the planning service.
-    Return the iteration's times and memory as JSON data.
+    """Simulate one training iteration under the strategy or the plan of a request to the service. Return the
+    iteration's times and memory as JSON data.
     """
     machine, workload = resolve(request)
     name, options = request.strategy, dict[str, Any](request.options)
@@ -119,8 +119,7 @@ def allowed(request: Simulate | Answer, workload: Workload, machine: Machine) ->
 
 
 def answer(request: Answer, progress: Told) -> dict[str, Any]:
-    """Return the planning service's advice on offloading as JSON data: a verdict, and a table of ways to
-    train with their times.
+    """Return the service's advice on offloading as JSON data: a verdict, and a table of ways to train with their times.
 
     The table has a plan, DeepSpeed without a plan, no offload and, on request, other systems.
     """

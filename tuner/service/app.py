@@ -46,7 +46,7 @@ HEADERS = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Build the planning service's web application. The service's worker processes start and end with it."""
+    """Build the service's web application. The service's worker processes start and end with it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -104,7 +104,7 @@ def _health(app: FastAPI, service: Service) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        """Redirect to the web page that lists the planning service's routes."""
+        """Redirect to the web page that lists the service's routes."""
         return RedirectResponse("/docs.html")
 
 
@@ -127,7 +127,7 @@ NO_CACHE = {"cache-control": "no-cache"}
 
 
 class Page(StaticFiles):
-    """The files of the planning service's web page, sent so that browsers ask each time if there is a newer version."""
+    """The files of the service's web page, sent so that browsers ask each time if there is a newer version."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -139,12 +139,12 @@ class Page(StaticFiles):
 
 
 def problem(status: int, *errors: dict[str, Any], **headers: str) -> JSONResponse:
-    """Build an error response of the planning service: ``{"errors": [{"key", "rule", "value"}]}``."""
+    """Build an error response: ``{"errors": [{"key", "rule", "value"}]}``."""
     return JSONResponse({"errors": list(errors)}, status, headers=headers or None)
 
 
 def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
-    """Return an entry for the planning service's error response: the key, the violated rule and the sent value."""
+    """Return an entry for the service's error response: the key, the violated rule and the sent value."""
     # The value is shortened text, so that nothing harmful is sent back.
     return Broken(key, rule, None if value is None else shortened(value))._asdict()
 
@@ -198,14 +198,14 @@ async def _refused(_: Request, error: HTTPException) -> Response:
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
-    """An exception that answers a request to the planning service with an error response, before any route runs."""
+    """An exception that answers a request to the service with an error response, before any route runs."""
 
     def __init__(self, status: int, key: str, rule: str, value: Any = None) -> None:
         self.status, self.error = status, broken_rule(key, rule, value)
 
 
 class Guard:
-    """The outermost layer of the planning service's web application, which checks each request before any route runs.
+    """The outermost layer of the service's web application, which checks each request before any route runs.
 
     It checks the host name, the token, and the body of the request: the size, the nesting of the JSON, and the time
     until the body has arrived. It also adds headers to each response.

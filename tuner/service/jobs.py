@@ -27,7 +27,7 @@ REMEMBERED = 512  # events that are kept for streams that fell behind
 
 
 class Feed:
-    """A source of events about the planning service's background jobs, which any number of clients can follow.
+    """A source of events about the service's background jobs, which any number of clients can follow.
 
     A client that reads slowly misses old events.
     """
@@ -52,8 +52,8 @@ class Feed:
             self._changed.notify_all()
 
     def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """Return an iterator over the events about the planning service's background jobs from now on, as pairs of kind
-        and data. It yields None if there is no event for a while, so that the connection is kept alive.
+        """Return an iterator over the events about the service's background jobs from now on, as pairs of kind and
+        data. It yields None if there is no event for a while, so that the connection is kept alive.
         """
         return self._since(self._number)
 
@@ -74,7 +74,7 @@ class Feed:
 
 
 class Jobs:
-    """The queue of the planning service's background jobs. Every change is on disk before any client learns of it."""
+    """The queue of the service's background jobs. Every change is on disk before any client learns of it."""
 
     def __init__(self, store: Store, pool: Pool, quota: Quota, feed: Feed) -> None:
         self._store, self._pool, self._quota, self.feed = store, pool, quota, feed
@@ -85,8 +85,8 @@ class Jobs:
         self._telling: set[asyncio.Task[None]] = set()
 
     def start(self) -> int:
-        """Start to run the queued background jobs of the planning service. Return the number of jobs that
-        the end of an earlier server interrupted.
+        """Start to run the queued background jobs. Return the number of jobs that the end of an earlier server
+        interrupted.
 
         The interrupted jobs are queued again.
         """
@@ -96,14 +96,14 @@ class Jobs:
         return recovered
 
     async def stop(self) -> None:
-        """Stop all running background jobs of the planning service, because the server ends."""
+        """Stop all running background jobs, because the server ends."""
         # On disk the jobs stay ``running``, so that the next server starts them again.
         for task in (*self._tasks, *self._running.values()):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
 
     async def submit(self, kind: str, request: dict[str, Any], title: str) -> dict[str, Any]:
-        """Add a background job to the planning service's queue, write it to disk, and return its state.
+        """Add a background job to the service's queue, write it to disk, and return its state.
 
         Raises:
             BusyError: The queue already has the largest allowed number of jobs.
@@ -119,7 +119,7 @@ class Jobs:
         return job
 
     async def cancel(self, job: str) -> bool:
-        """Cancel a background job of the planning service. Return False if the job has already ended."""
+        """Cancel a background job. Return False if the job has already ended."""
         stopped = await asyncio.to_thread(self._store.finish, job, "cancelled", "cancelled")
         task = self._running.get(job)
         if stopped and task is not None:

@@ -22,7 +22,7 @@ OnProgress = Callable[[dict[str, Any]], None]
 
 
 class InvalidError(RuleError):
-    """An error: a request breaks rules of the planning service."""
+    """An error: a request breaks rules."""
 
     def __init__(self, rule: str, key: str = "", rows: Sequence[Broken] = ()) -> None:
         super().__init__(rule, key)
@@ -36,29 +36,27 @@ class InvalidError(RuleError):
 
 
 class BusyError(RuntimeError):
-    """An error: too many requests already wait for a worker process of the planning service."""
+    """An error: too many requests already wait for a worker process."""
 
 
 class WorkerError(RuntimeError):
-    """An error: a worker process of the planning service failed or ended, and nothing shows that the request is the
-    cause.
-    """
+    """An error: a worker process failed or ended, and nothing shows that the request is the cause."""
 
 
 class LostWorkerError(WorkerError):
-    """An error: a worker process of the planning service ended, perhaps killed for lack of memory."""
+    """An error: a worker process ended, perhaps killed for lack of memory."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a request, in the bytes that a worker process of the planning service sent: JSON or other text."""
+    """The result of a request, in the bytes that a worker process sent: JSON or other text."""
 
     body: bytes
     is_json: bool = True
 
 
 class Worker:
-    """A worker process of the planning service and its pipes. A worker processes one request at a time."""
+    """A worker process and its pipes. A worker processes one request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -66,7 +64,7 @@ class Worker:
 
     @classmethod
     async def start(cls, niceness: int, quota: Quota) -> "Worker":
-        """Start a worker process of the planning service, and return when the process is ready for requests.
+        """Start a worker process, and return when the process is ready for requests.
 
         Raises:
             WorkerError: The process could not be started, or ended early.
@@ -94,11 +92,11 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return True if this worker process of the planning service is alive. A killed process counts as ended."""
+        """Return True if this worker process is alive. A killed process counts as ended."""
         return not self._killed and self._process.returncode is None
 
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
-        """Send a request to this worker process of the planning service, and wait for the result.
+        """Send a request to this worker process, and wait for the result.
 
         Args:
             result_bytes: Largest size of the result in bytes.
@@ -149,14 +147,14 @@ class Worker:
         )
 
     def kill(self) -> None:
-        """Kill this worker process of the planning service. The result of an unfinished request is lost."""
+        """Kill this worker process. The result of an unfinished request is lost."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
 
 class Lane:
-    """A queue of requests to the planning service, with a few worker processes that serve only this queue.
+    """A queue of requests to the service, with a few worker processes that serve only this queue.
 
     A worker process that has ended is replaced by a new one.
     """
@@ -263,8 +261,8 @@ def _unheard(task: asyncio.Task[Result]) -> None:
 
 
 class Cache:
-    """A cache of the planning service's results, with a limit on the bytes. If the cache is full, the
-    result that was unused longest is removed.
+    """A cache of the service's results, with a limit on the bytes. If the cache is full, the result that was unused
+    longest is removed.
 
     A result depends on its request alone, so equal requests have equal results. The key is the request's digest.
     """
@@ -294,8 +292,7 @@ class Cache:
 
 
 class Pool:
-    """The worker processes of the planning service, with a queue each for light requests, heavy ones and
-    background jobs.
+    """The worker processes, with a queue each for light requests, heavy ones and background jobs.
 
     Workers for light requests run at normal priority, the others at low priority. So a light request
     gets nearly a whole core even on a busy machine.
@@ -311,7 +308,7 @@ class Pool:
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
-        """Return the planning service's result for a request, from the cache or from a worker process.
+        """Return the service's result for a request, from the cache or from a worker process.
 
         Args:
             light: True for the queue of light requests, False for the queue of heavy ones.
@@ -329,6 +326,6 @@ class Pool:
         return held
 
     def close(self) -> None:
-        """Kill all worker processes of the planning service."""
+        """Kill all worker processes."""
         for lane in (self.light, self.heavy, self.jobs):
             lane.close()

@@ -12,7 +12,7 @@ from ebbtide.tuner.service.scenario import ITERATIONS, job_of, params_of
 
 @dataclass(frozen=True)
 class Quota:
-    """The limits of the planning service. Times are in seconds and sizes in bytes.
+    """The limits of the service. Times are in seconds and sizes in bytes.
 
     A light request has few simulated operations and is answered quickly. Heavy requests and jobs run at low priority.
 
@@ -103,7 +103,7 @@ def _searches(asked: Scenario) -> bool:
 
 
 def check_search_ops(asked: Scenario, quota: Quota) -> None:
-    """Refuse a request to the planning service for a plan search that would exceed the memory of a worker process.
+    """Refuse a request to the service for a plan search that would exceed the memory of a worker process.
 
     Raises:
         RuleError: The step has too many micro-batches. The message says how many are allowed.
@@ -135,7 +135,7 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
-    """Return True if the simulations of a request are few enough for the planning service's queue of light requests.
+    """Return True if the simulations of a request are few enough for the service's queue of light requests.
 
     Args:
         ops: Number of operations in one simulation.

@@ -40,7 +40,7 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 class PostedSpan(Request):
-    """One operation in the measured timeline of a training run that a client uploads to the planning service.
+    """One operation in the measured timeline of a training run that a client uploads to the service.
 
     See `ebbtide.simulator.timeline.Span`.
     """
@@ -63,7 +63,7 @@ class PostedSpan(Request):
 
 
 class PostedSample(Request):
-    """One sample of memory use in a training run that a client uploads to the planning service. See
+    """One sample of memory use in a training run that a client uploads to the service. See
     `ebbtide.simulator.timeline.MemorySample`.
     """
 
@@ -73,8 +73,8 @@ class PostedSample(Request):
 
 
 class Run(Request):
-    """A training run that a client uploads to the planning service: the measured timeline, and the plan of
-    the run if there is one.
+    """A training run that a client uploads to the service: the measured timeline, and the plan of the run if there is
+    one.
     """
 
     name: Name
@@ -87,7 +87,7 @@ class Run(Request):
 
 
 class ReportCall(BaseModel):
-    """A request from the planning service to one of its worker processes: make the web page about a plan.
+    """A request from the service to one of its worker processes: make the web page about a plan.
 
     Attributes:
         plan: Plan to show.
@@ -101,7 +101,7 @@ class ReportCall(BaseModel):
 
 
 def html_of_call(call: ReportCall, progress: Told) -> str:
-    """Return the web page about a plan as HTML. Worker processes of the planning service call this function."""
+    """Return the web page about a plan as HTML. Worker processes call this function."""
     # Loads the compiled simulator, which the server itself never needs.
     from ebbtide.tuner.answer.about import about
 
@@ -138,7 +138,7 @@ def _under(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
 
 
 def timeline_of(run: Run) -> Timeline:
-    """Return the timeline of a training run that was uploaded to the planning service."""
+    """Return the timeline of a training run that was uploaded to the service."""
     spans = tuple(Span(**dict(span)) for span in run.spans)
     memory = tuple(MemorySample(**dict(sample)) for sample in run.memory)
     return Timeline(spans, run.source, memory, run.strategy)
@@ -194,7 +194,7 @@ def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | N
 
 
 def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on: str = "") -> Run:
-    """Convert a timeline into the form that the planning service accepts as an upload of a training run."""
+    """Convert a timeline into the form that the service accepts as an upload of a training run."""
     return Run.model_validate(
         {
             "name": name,
@@ -209,7 +209,7 @@ def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on:
 
 
 def read_timelines(text: str) -> list[Timeline]:
-    """Read timelines from a trace that `Timeline.to_perfetto` wrote, or from an upload to the planning service.
+    """Read timelines from a trace that `Timeline.to_perfetto` wrote, or from an upload to the service.
 
     Raises:
         ValueError: The text is neither a trace nor an upload.

@@ -22,7 +22,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass
 class Service:
-    """The shared resources of the planning service: database, worker processes, background jobs and limits.
+    """The shared resources: database, worker processes, background jobs and limits.
 
     The web application owns and closes these resources.
     """
@@ -36,7 +36,7 @@ class Service:
 
     @property
     def shown_machine(self) -> str:
-        """Return the name of the machine that the planning server was started with, or an empty string."""
+        """Return the name of the machine that the server was started with, or an empty string."""
         machine = self.examples.get("machine")
         return f"{machine.name} ({self.examples.get('kind', 'shown')})" if machine else ""
 
@@ -54,7 +54,7 @@ class Service:
 
 
 class Names:
-    """The names that a request to the planning service may use for a machine or for a measured workload.
+    """The names that a request to the service may use for a machine or for a measured workload.
 
     The service knows the presets, the uploaded machines, and the machine and the workload that the server was started
     with.
@@ -64,8 +64,8 @@ class Names:
         self._service = service
 
     def machines(self) -> tuple[dict[str, Machine], dict[str, str]]:
-        """Return two dicts by machine name: the machines that the planning server knows, and the reason for
-        each stored machine that cannot be read.
+        """Return two dicts by machine name: the machines that the server knows, and the reason for each stored machine
+        that cannot be read.
         """
         known = {name: preset(name) for name in preset_names()}
         if self._service.shown_machine:
@@ -79,7 +79,7 @@ class Names:
         return known, unreadable
 
     def machine(self, name: str) -> Machine | None:
-        """Return the machine of a given name, or None if the planning server does not know the name.
+        """Return the machine of a given name, or None if the server does not know the name.
 
         The server knows the presets, the uploaded machines, and the machine that the server was started with.
 

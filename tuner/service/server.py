@@ -70,7 +70,7 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
 
 
 def config(service: Service, host: str, port: int) -> uvicorn.Config:
-    """Return the settings of uvicorn, the web server, for the planning service.
+    """Return the settings of uvicorn, the web server, for the service.
 
     A single server process is enough, since only one process may write to the database, and worker
     processes do all computations.
@@ -101,7 +101,7 @@ class _Server(uvicorn.Server):
 
 
 def run(service: Service, host: str, port: int) -> None:
-    """Run the planning service's HTTP server until it is interrupted or terminated."""
+    """Run the service's HTTP server until it is interrupted or terminated."""
     server = _Server(service, config(service, host, port))
     socket = server.config.bind_socket()
     socket.listen(BACKLOG)  # before the address is printed, so that an immediate client waits instead of being refused
@@ -113,8 +113,8 @@ def run(service: Service, host: str, port: int) -> None:
 
 
 def load_example(service: Service, folder: Path) -> None:
-    """Load a training run from a folder as the first example on the planning service's web page: the run's
-    machine, workload and timeline.
+    """Load a training run from a folder as the first example on the service's web page: the run's machine, workload and
+    timeline.
 
     Raises:
         OSError: A file is missing.

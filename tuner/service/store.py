@@ -43,11 +43,11 @@ _JOB = "id, kind, title, state, attempts, share, note, created_s, started_s, fin
 
 
 class StoreError(ValueError):
-    """An error: the planning service cannot use its database. The message says what to change."""
+    """An error: the service cannot use its database. The message says what to change."""
 
 
 class Store:
-    """The planning service's database of background jobs, uploaded training runs and machines, in one SQLite file.
+    """The service's database of background jobs, uploaded training runs and machines, in one SQLite file.
 
     Raises:
         StoreError: Another server uses the file, or the file is not such a database.
@@ -215,7 +215,7 @@ class Store:
         return {**dict(row), "history": [dict(attempt) for attempt in tried]}
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Return a list with the states of the newest background jobs of the planning service, the newest first."""
+        """Return a list with the states of the newest background jobs, the newest first."""
         rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)
         return [dict(row) for row in rows]
 

@@ -35,8 +35,8 @@ FIRST = {"call": "answer", "body": {"model": {"layers": 2, "hidden": 64, "heads"
 
 
 def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
-    """Write one message (a tag, a length and the bytes) to the pipe between the planning server and a
-    worker process, and flush the pipe. If the server has ended, end this process.
+    """Write one message (a tag, a length and the bytes) to the pipe between the server and a worker process, and flush
+    the pipe. If the server has ended, end this process.
     """
     try:
         stream.write(HEAD.pack(tag, len(payload)) + payload)
@@ -46,8 +46,8 @@ def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
-    """Read the next message from the pipe between the planning server and a worker process. Return the tag
-    and the bytes, or None if the pipe was closed.
+    """Read the next message from the pipe between the server and a worker process. Return the tag and the bytes, or
+    None if the pipe was closed.
     """
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
@@ -92,8 +92,7 @@ class _Progress:
 
 
 def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., None]) -> Any:
-    """Answer one request in a worker process of the planning service. Return a pair: a tag, and the bytes
-    of the result or of the error.
+    """Answer one request in a worker process. Return a pair: a tag, and the bytes of the result or of the error.
 
     The tag tells a result, an error of the request, and an error of the program apart.
     """
@@ -141,7 +140,7 @@ def _listen(stream: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
 
 
 def main() -> None:
-    """Run a worker process of the planning service: answer requests until stdin ends."""
+    """Run a worker process: answer requests until stdin ends."""
     niceness, extra_bytes = int(sys.argv[1]), int(sys.argv[2])
     os.nice(niceness)
     # Libraries may print. Their output must not get between the frames of the protocol.

@@ -177,7 +177,7 @@ class Problem:
           These copies only count if ``blocks`` are all blocks.
 
         Args:
-            resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
+            resource: Lane or shared capacity, such as DRAM bandwidth, that does the work.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -200,7 +200,7 @@ class Problem:
         The copies bring parameters from host memory to the GPU, for forward and backward.
 
         Args:
-            resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that the copies use.
+            resource: Lane or shared capacity, such as DRAM bandwidth, that the copies use.
         """
         each = self.costs.fetch().get(resource, 0.0) * self.work.params
         for n, way in enumerate(self.ways):

@@ -38,7 +38,7 @@ class Work:
     """One op of an update, such as a copy, with its cost per parameter element.
 
     The op belongs to a way of updating: a combination of placement, parameter location and flags (`Way`). An op
-    occupies resources: its lane (queue of ops), and shared capacities such as DRAM bandwidth.
+    occupies resources: its lane, and shared capacities such as DRAM bandwidth.
 
     Attributes:
         way: Index of the way of updating among the ways that the lower bound considers.
@@ -83,8 +83,8 @@ class Costs:
     def step(self, step: Step) -> dict[Resource, float]:
         """Return the least time that one op of an update occupies each of its resources, as a dict by resource.
 
-        The times are in seconds per parameter element. A resource is the lane (queue of ops) in which the op runs, or a
-        capacity that several ops share, such as DRAM bandwidth:
+        The times are in seconds per parameter element. A resource is the lane in which the op runs, or a capacity that
+        several ops share, such as DRAM bandwidth:
 
         - The time of a shared capacity is the op's amount of work divided by the whole capacity.
         - The time of the lane is the op's duration if no other op runs. If a shared capacity has a longer time, the

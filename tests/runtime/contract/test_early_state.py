@@ -70,8 +70,8 @@ def write(engine, number):
     """Halve a moment of one subgroup in host memory between backward and step, and report the change to the
     runtime's executor.
 
-    An early update of this step, which started before the gradient norm is known, has already read the moment.
-    The result of the early update must therefore be discarded.
+    An early update of this step has already read the moment. The result of the early update must therefore be
+    discarded.
     """
     executor, subgroup = engine.session.executor, number % len(engine.groups)
     executor.wait_state(subgroup)

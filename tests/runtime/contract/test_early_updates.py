@@ -86,7 +86,7 @@ def stock(train, name, *args, **options):
 
 
 def pausing(name, options=None, **fields):
-    """Return an engine under a plan with early updates, which may start before the gradient norm is known, and a list.
+    """Return an engine under a plan with early updates and a list.
 
     Each step appends to the list the number of early updates that were begun, and the number that were kept.
 
