@@ -83,7 +83,7 @@ class Machine(Shown, Page):
             measured on another machine is used then.
         writer_s_per_byte: Time in which one core hashes a byte of a checkpoint and hands it to the operating system.
             None if not measured. A value measured on another machine is used then
-            (`ebbtide.simulator.schedules.checkpointed`).
+            (`ebbtide.simulator.analysis.checkpoint_cost`).
         save_s_per_tensor: Time per tensor until `save_checkpoint` returns, in addition to the wait for updates.
         loop_s: Time per iteration outside forward, backward and step, such as for data and logging.
         unexplained_spread: Difference between calibration runs and their predictions beyond the uncertainty of the

@@ -160,8 +160,6 @@ class EbbtideLoop(PlannedLoop):
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
         size = self.sizes[subgroup] if elements is None else elements
-        if Wait.GATE in step.waits:
-            waits = [*waits, *self.may_overwrite(subgroup)]
         return self.out.add(
             step.kind,
             step.lane,
@@ -173,10 +171,3 @@ class EbbtideLoop(PlannedLoop):
             device_share=step.device_share,
             subgroup=subgroup,
         )
-
-    def may_overwrite(self, subgroup: int) -> list[int]:
-        """Return the checkpoint ops that must end before an update may overwrite a subgroup's state.
-
-        This training loop has no checkpoints, so the list is empty. See `ebbtide.simulator.schedules.checkpointed`.
-        """
-        return []

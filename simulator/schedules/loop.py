@@ -134,11 +134,6 @@ class TrainingLoop(ABC):
         this method.
         """
 
-    def after_backward(self) -> None:
-        """Append to the schedule what a strategy does after each layer's backward: nothing, unless a subclass overrides
-        this method.
-        """
-
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
         new = self.parameters_new
@@ -177,7 +172,6 @@ class TrainingLoop(ABC):
                 self.gradients(left.layer, micro_step, reduced)
                 if waited_for != op:
                     waits = [*waits, waited_for]
-            self.after_backward()
         if w.zero_stage == 1 and micro_step == self.boundary:
             # ZeRO-1 reduces once per step, in hooks that run after the whole backward.
             for number in reversed(range(len(w.layers))):

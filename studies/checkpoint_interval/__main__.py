@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from ebbtide.simulator import Machine, Plan, Way, Workload
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures
 from ebbtide.tuner.placements.checkpointing import Choice, best_checkpointing, rules_of_thumb
 
@@ -106,7 +106,7 @@ def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_
     They are scaled until the simulated iteration under ``plan`` takes ``iteration_s`` seconds.
     """
     for _ in range(4):
-        factor = iteration_s / CheckpointSimulation(work, plan, machine).iteration_s
+        factor = iteration_s / CheckpointPrice(work, plan, machine).iteration_s
         layers = [
             layer.model_copy(update={"forward_s": layer.forward_s * factor, "backward_s": layer.backward_s * factor})
             for layer in work.layers
@@ -118,7 +118,7 @@ def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_
 # -- predicted ---------------------------------------------------------------------------------
 
 
-def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures) -> dict[str, Any]:
+def predict(simulation: CheckpointPrice, choice: Choice, failures: Failures) -> dict[str, Any]:
     """Return the predicted goodput (useful training per time) over the checkpoint interval.
 
     The dict has a ``curve`` of (steps, goodput) pairs, and ``rules`` with the interval and goodput of each
@@ -151,7 +151,7 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
     }
 
 
-def against_stall_study(simulation: CheckpointSimulation, training: Training) -> dict[str, Any]:
+def against_stall_study(simulation: CheckpointPrice, training: Training) -> dict[str, Any]:
     """Return the stalls and slowdowns that checkpoints cause: predicted here, and measured by
     `studies.checkpoint_stall`.
 
@@ -189,7 +189,7 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     plan = host_plan(work)
     seen = measure(training, plan, folder, cycles)
     work = as_fast_as_measured(work, plan, machine, seen.iteration_s)
-    simulation = CheckpointSimulation(work, plan, machine)
+    simulation = CheckpointPrice(work, plan, machine)
     failures = Failures(args.mtbf, seen.restart_s)
     choice = best_checkpointing(simulation, failures, SPARE_BYTES)
     plan = plan.model_copy(update={"checkpoint": choice.saving})

@@ -1,24 +1,16 @@
-"""Tests of the search for a plan's checkpoint settings: the interval between checkpoints, the limit on bytes written
-per second, and the host memory for copies of state that is being saved.
-
-The settings that are found reach nearly the expected goodput of the best settings in a full grid, and fit into memory.
-The simulator computes the costs of checkpoints.
-"""
-
-from itertools import product
+"""Tests of the search for a plan's checkpoint settings: interval, and host memory for copies of state being saved."""
 
 import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import CheckpointPlan, Plan
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
 from ebbtide.simulator.analysis.goodput import Failures
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.placements.checkpointing import (
     BUDGET_SHARES,
-    CAP_SHARES,
     SAME,
     best_checkpointing,
     blocks,
@@ -39,7 +31,7 @@ def simulation(have=None, work=None, placed=("host",) * 6):
     made = Plan(
         subgroup_size=work.subgroup_size, placement=Plan.runs(placed), staging_slots=min(2, placed.count("device"))
     )
-    return CheckpointSimulation(work, made, have or machine())
+    return CheckpointPrice(work, made, have or machine())
 
 
 TWO_WRITERS = (2 + READY_BLOCKS) * BLOCK_BYTES  # the least budget
@@ -47,22 +39,16 @@ TWO_WRITERS = (2 + READY_BLOCKS) * BLOCK_BYTES  # the least budget
 
 @settings(max_examples=6, deadline=None)
 @given(storage=st.floats(2e8, 2e10), dram=st.floats(4e10, 4e11), mtbf_s=st.floats(300, 1e5), spare_gib=st.floats(0, 12))
-def test_the_joint_search_is_as_good_as_the_whole_grid(storage, dram, mtbf_s, spare_gib):
+def test_no_budget_is_better_than_the_chosen_one(storage, dram, mtbf_s, spare_gib):
     have = machine(storage_write_bytes_per_s=storage, dram_bytes_per_s=dram)
     simulated, failures = simulation(have), Failures(mtbf_s, 60.0)
     spare = int(spare_gib * GIB)
     found = best_checkpointing(simulated, failures, spare)
     assert found.cost.reserved_bytes <= max(spare, TWO_WRITERS)
     size = simulated.workload.checkpoint_bytes
-    grid = (
-        CheckpointPlan(
-            copy_budget_bytes=min(blocks(size * budget), max(0, spare - TWO_WRITERS)),
-            write_bytes_per_s=None if cap is None else cap * simulated.storage,
-        )
-        for budget, cap in product(BUDGET_SHARES, CAP_SHARES)
-    )
-    best = max(rated(simulated, saving, failures).goodput for saving in grid)
-    assert found.goodput >= best * (1 - 3 * SAME)
+    budgets = (min(blocks(size * budget), max(0, spare - TWO_WRITERS)) for budget in BUDGET_SHARES)
+    best = max(rated(simulated, CheckpointPlan(copy_budget_bytes=n), failures).goodput for n in budgets)
+    assert found.goodput >= best * (1 - SAME)
 
 
 def test_memory_that_brings_nothing_is_not_taken():
@@ -71,10 +57,10 @@ def test_memory_that_brings_nothing_is_not_taken():
     assert found.saving.copy_budget_bytes == 0  # everything is on disk before the first update
 
 
-def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
+def test_a_plan_s_stall_is_the_predicted_one_and_its_memory_counts_the_budget():
     work, have = workload(4), machine()
     found = ebbtide.tuner.plan(work, have, mtbf_s=3600.0)
-    simulated = CheckpointSimulation(work, found, have)
+    simulated = CheckpointPrice(work, found, have)
     cost = simulated.cost(found.checkpoint)
     assert found.prediction.stall_s == pytest.approx(cost.stall_s, rel=1e-9)
     without = ebbtide.tuner.plan(work, have)

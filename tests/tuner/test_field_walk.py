@@ -22,7 +22,7 @@ from ebbtide.simulator import (
     simulate,
     workload_from_model,
 )
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import Limits
@@ -94,7 +94,7 @@ def timed(work, on, plan, strategies):
         stored = plan.placed(["stored"] * len(MIX))
         yield simulate(build_schedule(work, stored), on).iteration_s
         for alone in (on, on.model_copy(update={"device_shares_host_cores": True})):
-            simulation = CheckpointSimulation(work, plan, alone)
+            simulation = CheckpointPrice(work, plan, alone)
             yield simulation.cost(CheckpointPlan(copy_budget_bytes=8 * 2**20))
 
 

@@ -6,7 +6,7 @@ Goodput is the useful share of the time, after lost work and checkpoints.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ebbtide.simulator.analysis.checkpoint_cost import SAVE_S, CheckpointSimulation, streamed_bytes
+from ebbtide.simulator.analysis.checkpoint_cost import SAVE_S, CheckpointPrice, streamed_bytes
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.limits import Limits
@@ -44,16 +44,16 @@ def checkpointed(
     Returns:
         The plan, and the chosen checkpoint settings with their cost and goodput.
     """
-    simulation = CheckpointSimulation(workload, plan, machine)
+    price = CheckpointPrice(workload, plan, machine)
     failures = Failures(mtbf_s, RESTART_S)
     if plan.checkpoint.interval_steps:
-        choice = rated(simulation, plan.checkpoint, failures)
+        choice = rated(price, plan.checkpoint, failures)
         return plan.model_copy(update={"checkpoint": choice.saving}), choice
     assert plan.prediction is not None
     spare = max(0, limits.spare_host_bytes(plan.prediction) - WRITERS_BYTES)
     whole = blocks(streamed_bytes(workload, plan))
     budgets = sorted({min(LEAST_BUDGET_BYTES, whole, spare), min(whole, spare)})
-    choice = thriftiest([rated(simulation, CheckpointPlan(copy_budget_bytes=n), failures) for n in budgets])
+    choice = thriftiest([rated(price, CheckpointPlan(copy_budget_bytes=n), failures) for n in budgets])
     return saved(plan, choice, limits), choice
 
 

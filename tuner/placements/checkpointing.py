@@ -1,15 +1,13 @@
 """The choice of a plan's checkpoint settings for the best expected goodput under failures.
 
-Goodput is the useful share of the training time. The interval between checkpoints, the cap on the write bandwidth and
-the host memory for copies (the copy budget) are searched together. A slower write disturbs training less, but the
-checkpoint is complete later. Then each failure loses more work, and short intervals are impossible.
+Goodput is the useful share of the training time. The interval between checkpoints and the host memory for copies (the
+copy budget) are searched together.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation, streamed_bytes
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice, streamed_bytes
 from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
@@ -29,9 +27,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.quantities import LONGEST_S, told_seconds
 
 LEAST_BUDGET_BYTES = 256 * 2**20
-CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # shares of the write rate of storage per rank
 BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a checkpoint's size
-ROUNDS = 3  # rounds that try all budgets with the best cap, and then all caps with the best budget
 LEAST_GOODPUT = 0.01  # a job with less goodput makes no useful progress
 SAME = 1e-4  # relative gain of goodput that is not worth more memory
 WRITERS_BYTES = CheckpointPlan(copy_budget_bytes=0).reserved_bytes  # host memory of the writers of any checkpoint
@@ -39,7 +35,7 @@ WRITERS_BYTES = CheckpointPlan(copy_budget_bytes=0).reserved_bytes  # host memor
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint settings of a plan, with the best interval between checkpoints, the simulated cost of
+    """The checkpoint settings of a plan, with the best interval between checkpoints, the predicted cost of
     a checkpoint and the expected goodput (useful share of the time).
     """
 
@@ -63,47 +59,33 @@ def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
     return Failures(mtbf_s, restart_s)
 
 
-def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Failures) -> Choice:
+def rated(price: CheckpointPrice, saving: CheckpointPlan, failures: Failures) -> Choice:
     """Return checkpoint settings with the interval of highest expected goodput (useful share of the time),
     under a failure model.
 
     The cap on the write bandwidth and the copy budget (host memory for copies of state) stay as given.
     """
-    cost = simulation.cost(saving)
-    steps = best_interval_steps(simulation.iteration_s, cost, failures)
-    goodput = expected_goodput(simulation.iteration_s, cost, failures, steps)
+    cost = price.cost(saving)
+    steps = best_interval_steps(price.iteration_s, cost, failures)
+    goodput = expected_goodput(price.iteration_s, cost, failures, steps)
     return Choice(saving.model_copy(update={"interval_steps": steps}), cost, goodput)
 
 
 def best_checkpointing(
-    simulation: CheckpointSimulation, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
+    price: CheckpointPrice, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
     """Return the checkpoint settings of a training plan with the highest expected goodput (useful share of the time).
 
-    Intervals, caps on the write bandwidth and copy budgets (host memory for copies of state) are varied.
-    Among equally good settings, the ones that reserve the least host memory are returned.
+    Intervals and copy budgets (host memory for copies of state) are varied. Among equally good settings, the ones that
+    reserve the least host memory are returned.
 
     Args:
         spare_bytes: Host memory in bytes that checkpoints may reserve.
         base: Settings that give the number of writers, the mode and the folder.
     """
     base = base or CheckpointPlan()
-    budgets = _budgets(simulation, spare_bytes, base)
-    caps = [None if share is None else share * simulation.storage for share in CAP_SHARES]
-
-    @cache
-    def rate(budget_bytes: int, cap: float | None) -> Choice:
-        changes = {"copy_budget_bytes": budget_bytes, "write_bytes_per_s": cap}
-        return rated(simulation, base.model_copy(update=changes), failures)
-
-    best = rate(budgets[0], base.write_bytes_per_s)
-    for _ in range(ROUNDS):
-        before = best.saving
-        best = thriftiest([rate(budget, before.write_bytes_per_s) for budget in budgets])
-        best = thriftiest([rate(best.saving.copy_budget_bytes, cap) for cap in caps])
-        if best.saving == before:
-            break
-    return best
+    savings = [base.model_copy(update={"copy_budget_bytes": n}) for n in _budgets(price, spare_bytes, base)]
+    return thriftiest([rated(price, saving, failures) for saving in savings])
 
 
 def thriftiest(tried: Sequence[Choice]) -> Choice:
@@ -115,8 +97,8 @@ def thriftiest(tried: Sequence[Choice]) -> Choice:
     return min(equal, key=lambda c: (c.cost.reserved_bytes, -c.goodput))
 
 
-def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: CheckpointPlan) -> list[int]:
-    size = streamed_bytes(simulation.workload, simulation.plan)
+def _budgets(price: CheckpointPrice, spare_bytes: int, base: CheckpointPlan) -> list[int]:
+    size = streamed_bytes(price.workload, price.plan)
     room = max(0, spare_bytes - base.model_copy(update={"copy_budget_bytes": 0}).reserved_bytes)
     wanted = {min(room, blocks(size * share)) for share in BUDGET_SHARES}
     return sorted({*wanted, min(room, LEAST_BUDGET_BYTES, blocks(size))})
@@ -198,10 +180,10 @@ def with_checkpoints(
         budget = min(LEAST_BUDGET_BYTES, blocks(streamed_bytes(workload, plan)), spare)
         return plan.model_copy(update={"checkpoint": CheckpointPlan(dir=folder, copy_budget_bytes=budget)})
     failures = planned_failures(mtbf_s, restart_s)
-    simulation = CheckpointSimulation(workload, plan, machine)
-    choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))
+    price = CheckpointPrice(workload, plan, machine)
+    choice = best_checkpointing(price, failures, spare, CheckpointPlan(dir=folder))
     _check_progress(failures, choice.cost, choice.goodput)
-    reasons = (*plan.reasons, *_reasons(choice, simulation.iteration_s, failures))
+    reasons = (*plan.reasons, *_reasons(choice, price.iteration_s, failures))
     return saved(plan, choice, limits).model_copy(update={"reasons": reasons})
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
 from ebbtide.simulator.analysis.expected import step_times
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
@@ -194,7 +194,7 @@ def predict(
     low, high = plan_interval_s(sweep, made)
     saving, stall_s = made.checkpoint, 0.0
     if saving.interval_steps:
-        stall_s = CheckpointSimulation(sweep.workload, made, machine).cost(saving).stall_s
+        stall_s = CheckpointPrice(sweep.workload, made, machine).cost(saving).stall_s
     early: dict[str, float] = {}
     if times:
         early = {

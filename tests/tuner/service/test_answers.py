@@ -8,7 +8,7 @@ import pytest
 from ebbtide import what_if
 from ebbtide.runtime.frontdoor.request import read_request
 from ebbtide.simulator import CheckpointPlan, Plan, build_strategy, preset, simulate, workload_from_model
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.roles import role_of
@@ -387,7 +387,7 @@ def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
     assert plan.prediction.host_peak_bytes == row["host_peak_bytes"]
     work, machine = workload()
     unsaved = plan.model_copy(update={"checkpoint": CheckpointPlan()})
-    simulation = CheckpointSimulation(work, unsaved, machine)
+    simulation = CheckpointPrice(work, unsaved, machine)
     cost = simulation.cost(plan.checkpoint.model_copy(update={"interval_steps": 0}))
     goodput = expected_goodput(simulation.iteration_s, cost, Failures(3600.0, 60.0), plan.checkpoint.interval_steps)
     assert often["plan"]["goodput"] == pytest.approx(goodput)
