@@ -186,11 +186,6 @@ class Bench:
         """Train ``steps`` steps after a warm-up, under the engine's plan, and return times as `measure` does."""
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
-    def periods_s(self, steps: int) -> list[float]:
-        """Train ``steps + 1`` steps, and return a list of the seconds from each backward's end to the next one's."""
-        ends = [self._step(settle=False)[2] for _ in range(1 + steps)]
-        return [b - a for a, b in itertools.pairwise(ends)]
-
     def _measured(self, marks: list[tuple[float, float, float, float]]) -> Measured:
         ends = [mark[2] for mark in marks[WARMUP - 1 :]]
         periods = [b - a for a, b in itertools.pairwise(ends)]
