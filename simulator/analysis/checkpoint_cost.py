@@ -70,11 +70,9 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the number of bytes that one rank writes for a checkpoint.
-
-    They are the parameters in the model's precision, and the optimizer state. State that a plan stores on drives is not
-    counted, because it is not written again.
-    """
+    """Return the number of bytes that one rank writes for a checkpoint."""
+    # They are the parameters in the model's precision, and the optimizer state. State that a plan stores on drives is
+    # not counted, because it is not written again.
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
@@ -126,9 +124,6 @@ class CheckpointPrice:
 
     @cached_property
     def _window_s(self) -> float:
-        """Return the seconds from a save until an update waits: forward and backward, and the updates before the last
-        one if they do not overlap forward. Only the part of forward without updates, if some updates begin in backward.
-        """
         r = self._result
         if any(self.plan.updated_early):
             return max(0.0, r.iteration_s - r.update_s - r.backward_s)
@@ -166,9 +161,6 @@ class CheckpointPrice:
         )
 
     def _slowdown(self, saving: CheckpointPlan, rate: float) -> float:
-        """Return the share of an iteration's time that writers take by using cores: of all of it if forward and
-        backward run on the CPU, else of its updates on the CPU.
-        """
         cores = writer_cores(self.machine, saving) * rate / self.storage
         hosted = any(way.recipe.queue == Queue.HOST for way in self.plan.ways)
         busy = 1.0 if self.machine.device_shares_host_cores else self._result.update_s / self.iteration_s * hosted

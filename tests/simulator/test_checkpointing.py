@@ -183,7 +183,6 @@ JOBS = json.loads(Path(__file__).with_name("recorded_checkpoint_costs.json").rea
 
 @pytest.mark.parametrize("row", JOBS, ids=lambda row: f"{row['job'][0]} {row['early']} {row['gib']}")
 def test_its_interval_is_as_good_as_that_of_a_simulation_of_each_write(row):
-    """Check that the interval loses at most 0.05 points of goodput, judged by the cost that a simulation gave."""
     model, name, ranks, sequence, accumulation = row["job"]
     have = preset(name)
     work = workload_from_model(

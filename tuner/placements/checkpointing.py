@@ -74,14 +74,8 @@ def rated(price: CheckpointPrice, saving: CheckpointPlan, failures: Failures) ->
 def best_checkpointing(
     price: CheckpointPrice, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
-    """Return the checkpoint settings of a training plan with the highest expected goodput (useful share of the time).
-
-    Intervals and copy budgets (host memory for copies of state) are varied. Among equally good settings, the ones that
-    reserve the least host memory are returned.
-
-    Args:
-        spare_bytes: Host memory in bytes that checkpoints may reserve.
-        base: Settings that give the number of writers, the mode and the folder.
+    """Return the checkpoint settings of a training plan with the highest expected goodput (useful share of the
+    time).
     """
     base = base or CheckpointPlan()
     savings = [base.model_copy(update={"copy_budget_bytes": n}) for n in _budgets(price, spare_bytes, base)]

@@ -13,6 +13,7 @@ import ebbtide.runtime.execution.session
 import pytest
 import torch
 from ebbtide.profiler.watcher import PlainTimer
+from ebbtide.runtime import session_of
 from ebbtide.runtime.devices import cuda
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.lane import Completion
@@ -151,7 +152,7 @@ def test_without_page_locks_copies_would_block(fake, monkeypatch, pattern):
 def test_readers_ask_nothing_once_all_updates_have_ended(fake, monkeypatch):
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 2)
-    executor = ours.optimizer._ebbtide.executor
+    executor = session_of(ours).executor
     executor.wait_all()
     assert not executor.busy
 
@@ -184,7 +185,7 @@ def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
     ours = attached(engine_for("clipping"), MIX)
     monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", 48 * 3600.0)
     train(ours, 1)  # two days pass between this step and the start
-    ours.optimizer._ebbtide.executor.history.clear()
+    session_of(ours).executor.history.clear()
     train(ours, 2, first=1)
     lanes = {Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE, Lane.H2D_PARAMETERS}
     spans = [s for s in ours.optimizer.timeline().spans if s.lane in lanes]
@@ -199,7 +200,7 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
     train(ours, 1)
 
     hook = ours.module.head.register_forward_hook(a_minute_later(monkeypatch))
-    recorder = ours.optimizer._ebbtide.recorder
+    recorder = session_of(ours).recorder
     recorder.watch()
     train(ours, 3, first=1)
     hook.remove()
@@ -232,7 +233,7 @@ def test_a_plain_step_of_a_profile_is_timed_by_the_gpu(fake, monkeypatch):
 def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fake, monkeypatch):
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 1)
-    recorder, optimizer, clock = ours.optimizer._ebbtide.recorder, ours.optimizer, [0.0]
+    recorder, optimizer, clock = session_of(ours).recorder, ours.optimizer, [0.0]
     times = SimpleNamespace(perf_counter=lambda: clock[0])
     monkeypatch.setattr("ebbtide.runtime.execution.recorder.time", times)
     monkeypatch.setattr("ebbtide.runtime.zero.planned.time", times)
@@ -288,7 +289,7 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
     ours = attached(engine_for("clipping"), ["host"])
     train(ours, 1)
     monkeypatch.setattr(CudaDevice, "copy", takes_a_minute)
-    recorder = ours.optimizer._ebbtide.recorder
+    recorder = session_of(ours).recorder
     recorder.watch()
     train(ours, 3, first=1)
     passes = [p for p in recorder.passes() if p.kind == OpKind.BACKWARD]
@@ -367,7 +368,7 @@ def test_page_locks_are_of_what_is_needed(fake, stage):
     engine = start(ByteGPT(model), stage=stage, subgroup_size=150_000)
     attached(engine, ["host"], subgroup=150_000)
     train(engine, 2)
-    needed = engine.optimizer._ebbtide.host_bytes()
+    needed = session_of(engine).host_bytes()
     held = sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in fake.runtime.locked.values())
     assert 0.9 < held / needed <= 1.01, (held, needed)
     engine.destroy()
