@@ -7,28 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 from ebbtide.tuner.files import BadInputError, check_kind, read, read_config
+from ebbtide.tuner.lazy_group import Later
 from ebbtide.tuner.quantities import chance, flops_per_s, rate_bytes_per_s
 
 if TYPE_CHECKING:
     from ebbtide.simulator.estimates.hardware.cards import Card
-    from ebbtide.simulator.estimates.job import Job
+    from ebbtide.simulator.estimates.job import Job, Setting
     from ebbtide.simulator.estimates.offloading import Offloading
     from ebbtide.simulator.machine import Machine
     from ebbtide.simulator.workload import Workload
 
-SEQUENCE = 2048  # default number of tokens per sample
 Command = Callable[..., Any]
-_STARTED = ("launcher", "omp_threads")
-_RUN = (*_STARTED, "clip_rate")  # options that a profiled workload does not contain either
-# `KERNELS` and `LAUNCHERS` of `ebbtide.simulator.estimates`, which are not imported, so that `--help` is fast.
-_KERNELS = ("fused", "eager")
-_LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
-_EXCLUDE = (("keep_activations", "recompute_share"), ("no_flash_attention", "flash_version"))
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
@@ -85,20 +79,6 @@ CARD_OPTIONS = (
         help="Rate of copies between host memory and the card in each direction, instead of the preset's, e.g. 12GB/s.",
     ),
 )
-LAUNCHER_OPTIONS = (
-    click.option(
-        "--launcher",
-        type=click.Choice(_LAUNCHERS),
-        help="Launcher of the ranks (default: deepspeed, with which CPU Adam uses all cores). With several ranks "
-        "on a node, torchrun and accelerate limit DeepSpeed's own CPU Adam to one thread per rank.",
-    ),
-    click.option(
-        "--omp-threads",
-        type=click.IntRange(min=1),
-        help="Value of OMP_NUM_THREADS in each rank. DeepSpeed's own CPU Adam uses this number of threads per rank "
-        "(default: depends on --launcher).",
-    ),
-)
 MODEL_FILE = (
     'a Hugging Face config.json, a known name such as "Llama 3 8B", or a JSON file with the keys layers, hidden, '
     "heads and vocabulary"
@@ -109,72 +89,6 @@ _WORKLOAD_OPTIONS = (
         "--model", shell_complete=complete_models, help=f"Model to train, instead of --workload: {MODEL_FILE}."
     ),
     click.option("--ds-config", help='With --model: DeepSpeed config. May contain "auto".'),
-    click.option(
-        "--sequence", type=click.IntRange(min=1), help="With --model: number of tokens per sample (default: 2048)."
-    ),
-    click.option(
-        "--micro-batch", type=click.IntRange(min=1), help="With --model: number of samples per GPU and forward pass."
-    ),
-    click.option(
-        "--accumulation", type=click.IntRange(min=1), help="With --model: number of micro-batches per optimizer step."
-    ),
-    click.option(
-        "--zero-stage",
-        type=click.IntRange(1, 3),
-        help="With --model: ZeRO stage 1, 2 or 3 (default: the DeepSpeed config's, or 3).",
-    ),
-    click.option(
-        "--data-parallel",
-        type=click.IntRange(min=1),
-        help="With --model: number of data-parallel ranks (default: 1, or all cards of a preset such as rtx4090-x2).",
-    ),
-    click.option(
-        "--tensor-parallel",
-        type=click.IntRange(min=1),
-        help="With --model: degree of tensor parallelism, the number of ranks that split each layer (default: 1).",
-    ),
-    click.option(
-        "--pipeline-parallel",
-        type=click.IntRange(min=1),
-        help="With --model: number of pipeline stages, with ZeRO-1 only (default: 1).",
-    ),
-    click.option(
-        "--keep-activations", is_flag=True, help="With --model: keep activations, without gradient checkpointing."
-    ),
-    click.option(
-        "--recompute-share",
-        type=Text("share", chance),
-        help="With --model: share of the layers whose activations are recomputed, e.g. 50% (default: all).",
-    ),
-    click.option(
-        "--kernels",
-        type=click.Choice(_KERNELS),
-        help="With --model: kernels of norms, activations and rotary embedding. fused: fused or compiled "
-        "kernels (torch.compile, Liger, Megatron-LM). eager: PyTorch's own, as in plain transformers "
-        "(default: fused).",
-    ),
-    click.option(
-        "--fused-loss",
-        is_flag=True,
-        help="With --model: the loss is computed without storing all logits, in one kernel or in chunks.",
-    ),
-    click.option(
-        "--no-flash-attention",
-        is_flag=True,
-        help="With --model: attention scores are stored in memory (attn_implementation eager).",
-    ),
-    click.option(
-        "--flash-version",
-        type=click.IntRange(1, 4),
-        help="With --model: major version of FlashAttention, e.g. 3 on H100 (default: 2, as in PyTorch).",
-    ),
-    *LAUNCHER_OPTIONS,
-    click.option(
-        "--clip-rate",
-        type=Text("share", chance),
-        help="Fraction of steps that clip gradients or overflow, e.g. 5% (default: 10%). In these steps, updates that "
-        "started before the gradient norm was known are rolled back.",
-    ),
 )
 
 
@@ -183,9 +97,40 @@ def described(command: Command) -> Command:
     return _with(CARD_OPTIONS, command)
 
 
-def launched(command: Command) -> Command:
-    """Add the options on how training is launched (``--launcher`` and ``--omp-threads``) to a ``tune`` command."""
-    return _with(LAUNCHER_OPTIONS, command)
+def job_options(*names: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds the options of settings of a job, or of all of them, to a ``tune`` command.
+
+    The command gets the values of all options together as `read_trained` and `given` take them.
+    """
+
+    def add(command: Command) -> Command:
+        vars(command).setdefault("__click_params__", []).append(Later(lambda: options_of(names)))
+        return command
+
+    return add
+
+
+def options_of(names: Sequence[str] = (), job: type[Job] | None = None) -> list[click.Option]:
+    """Return the options that follow from the fields of `Job`, or from those with some names."""
+    from ebbtide.simulator.estimates.job import Job as Described
+    from ebbtide.simulator.estimates.job import settings
+
+    return [_option(one) for one in settings(job or Described) if not names or one.name in names]
+
+
+def _option(setting: Setting) -> click.Option:
+    text = f"With --model: {setting.asked.help}" if setting.asked.profiled else setting.asked.help
+    if setting.kind is bool:
+        return click.Option([_flag(setting.flag)], is_flag=True, help=text)
+    known = get_args(setting.kind)
+    kind: Any
+    if setting.kind is float:
+        kind = Text("share", chance)
+    elif known and isinstance(known[0], str):
+        kind = click.Choice(known)
+    else:
+        kind = click.IntRange(min(known, default=1), max(known, default=None))
+    return click.Option([_flag(setting.flag)], type=kind, help=text)
 
 
 def workload_options(command: Command) -> Command:
@@ -193,7 +138,7 @@ def workload_options(command: Command) -> Command:
 
     The command gets their values as keyword arguments ``**source``.
     """
-    return _with(_WORKLOAD_OPTIONS, command)
+    return _with(_WORKLOAD_OPTIONS, job_options()(command))
 
 
 def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
@@ -258,23 +203,30 @@ def _flags_of(card: Card) -> str:
 
 
 def model_shape(about: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-    """Return a dict of `Job` fields, such as the sequence length and the number of ranks, from the values of
-    the command-line flags that accompany ``--model``.
+    """Return a dict of `Job` fields from the values of the flags that accompany ``--model``. Those without a flag are
+    left out, except the number of ranks.
     """
-    for one, other in _EXCLUDE:
-        if about.get(one) and about.get(other) is not None:
-            raise BadInputError(f"only one of {_flag(one)} and {_flag(other)} may be given, but got both")
     from ebbtide.simulator.estimates.estimate import default_ranks
+    from ebbtide.simulator.estimates.job import settings
+
+    for one in settings():
+        if about.get(one.asked.unless) and not _absent(about.get(one.flag)):
+            flags = f"{_flag(one.asked.unless)} and {_flag(one.flag)}"
+            raise BadInputError(f"only one of {flags} may be given, but got both")
+    shape = given(about)
+    return {**shape, "data_parallel": shape.get("data_parallel") or default_ranks(machine, shape)}
+
+
+def given(about: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return a dict of `Job` fields from the values of flags, or of some of them. Flags that were not given are left
+    out.
+    """
+    from ebbtide.simulator.estimates.job import settings
 
     return {
-        "sequence": about["sequence"] or SEQUENCE,
-        **{name: about[name] for name in ("micro_batch", "accumulation", "zero_stage")},
-        "data_parallel": about["data_parallel"] or default_ranks(machine, about),
-        **{name: about[name] or 1 for name in ("tensor_parallel", "pipeline_parallel")},
-        **started_by(about),
-        "recompute": not about["keep_activations"],
-        **computed_by(about),
-        "clip_rate": about.get("clip_rate"),
+        one.name: one.value(about[one.flag], one.flag)
+        for one in settings()
+        if not _absent(about.get(one.flag)) and (not names or one.name in names)
     }
 
 
@@ -285,22 +237,6 @@ def _absent(value: Any) -> bool:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict of `Job` fields on kernels and recomputation, from the values of the command-line flags
-    that set them. Flags that were not given are left out.
-    """
-    names = ("recompute_share", "kernels", "flash_version", "fused_loss")
-    given: dict[str, Any] = {name: about[name] for name in names if not _absent(about.get(name))}
-    return given | ({"flash_attention": False} if about.get("no_flash_attention") else {})
-
-
-def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict of `Job` fields on the launcher and its threads, from the values of the command-line flags
-    in `LAUNCHER_OPTIONS`. Flags that were not given are left out.
-    """
-    return {name: about[name] for name in _STARTED if about[name] is not None}
 
 
 @dataclass(frozen=True)
@@ -336,6 +272,8 @@ def read_trained(
     Raises:
         BadInputError: Neither or both of workload and model are given, a file cannot be used, or a flag has no effect.
     """
+    from ebbtide.simulator.estimates.estimate import estimated
+    from ebbtide.simulator.estimates.job import Job, settings
     from ebbtide.simulator.estimates.launchers import started
     from ebbtide.simulator.workload import Workload
 
@@ -343,7 +281,8 @@ def read_trained(
         raise BadInputError(
             f"exactly one of --workload and --model must be given, but got {'both' if workload else 'none'}"
         )
-    beside = (*beside_workload, *_RUN)
+    run = [one.name for one in settings() if not one.asked.profiled]
+    beside = (*beside_workload, *run)
     without_effect = [k for k, v in about.items() if not _absent(v) and k not in beside]
     if workload is not None and without_effect:
         flag = _flag(without_effect[0])
@@ -355,11 +294,8 @@ def read_trained(
     if model is not None:
         check_model(model)
     if workload is not None:
-        ran = {name: about.get(name) for name in _RUN}
+        ran = {name: about.get(name) for name in run}
         return Trained(started(read(Workload, workload, "--workload"), **ran), None, config)
-    from ebbtide.simulator.estimates.estimate import estimated
-    from ebbtide.simulator.estimates.job import Job
-
     assert model is not None
     shape = model_shape(about, machine)
     if config is not None:
@@ -383,9 +319,9 @@ def check_model(path: str) -> None:
 def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]) -> None:
     from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 
-    beside = {key: shape[key] for key in ("micro_batch", "accumulation", "zero_stage")}
+    beside: dict[str, Any] = {key: shape.get(key) for key in ("micro_batch", "accumulation", "zero_stage")}
     try:
-        parallel = {"ranks": shape["data_parallel"], "tensor_parallel": shape["tensor_parallel"]}
+        parallel = {"ranks": shape["data_parallel"], "tensor_parallel": shape.get("tensor_parallel", 1)}
         deepspeed_fields(config, hidden=1, **parallel, **beside)
     except ValueError as error:
         raise BadInputError(f"--ds-config {path}: {error}") from None

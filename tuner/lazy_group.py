@@ -5,7 +5,7 @@ With ``--json``, errors are printed as JSON.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
@@ -34,8 +34,26 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 MANY = 12  # options above which `--help` has headings
 
 
+class Later:
+    """Parameters of a command that are made when they are first read, so that ``tune --help`` is fast."""
+
+    def __init__(self, make: Callable[[], Sequence[click.Parameter]]) -> None:
+        self.make = make
+
+
 class Command(click.Command):
     """A click command. Its help shows many options under headings, and keeps each example on one line."""
+
+    declared: list[Any]
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        self.declared = [made for one in self.declared for made in (one.make() if isinstance(one, Later) else (one,))]
+        return self.declared
+
+    @params.setter
+    def params(self, given: list[Any]) -> None:
+        self.declared = given
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records = {p.name: record for p in self.get_params(ctx) if (record := p.get_help_record(ctx)) is not None}
@@ -63,8 +81,8 @@ def _write_examples(epilog: str | None, formatter: click.HelpFormatter) -> None:
 
 def completed(command: click.Command) -> click.Command:
     """Let Tab complete paths for those parameters of a command that name a file or a folder."""
-    for parameter in command.params:
-        if parameter.name in PATHS and parameter.type is click.STRING:
+    for parameter in command.declared if isinstance(command, Command) else command.params:
+        if not isinstance(parameter, Later) and parameter.name in PATHS and parameter.type is click.STRING:
             parameter.type = click.Path()
     return command
 

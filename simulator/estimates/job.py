@@ -1,9 +1,9 @@
 """The training job: a model with its training settings, from which times and memory of training are estimated."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from ebbtide.simulator.estimates.compute import FLASH_VERSIONS, KERNELS, FlashVersion, Kernels
 from ebbtide.simulator.estimates.deepspeed_config import (
@@ -21,7 +21,7 @@ from ebbtide.simulator.rules import broken, suggestion, worded
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 # The setting `offload` of searches and of the web page -> where DeepSpeed keeps optimizer state and parameters.
 OFFLOADS = {
@@ -72,81 +72,169 @@ Rate = Annotated[
 ]
 
 
-class Job(BaseModel):
-    """A training job: a model and its training settings. It can estimate its workload on a machine.
+@dataclass(frozen=True)
+class Asked:
+    """The flag of ``tune`` commands and the field of requests by which users give a setting of a job.
 
-    It is created from command-line flags, a DeepSpeed config, a web request or Python.
+    Attributes:
+        help: Help of the flag.
+        flag: Name of the flag's value, if another than the setting's. The flag of a switch that is on by default turns
+            it off, and is named after that.
+        http: Name of the request's field, if another. If it is named after the contrary of a switch, as the flag is, it
+            means the contrary. None: requests have no such field.
+        limits: Limits of the value in a request. None: from 1 to 65,536.
+        profiled: False if a profiled workload does not contain the setting.
+        unless: Flag with which this one has no effect.
+    """
+
+    help: str
+    flag: str = ""
+    http: str | None = ""
+    limits: Any = None
+    profiled: bool = True
+    unless: str = ""
+
+
+class Left(str):
+    """The reason why no advice changes a setting of a job."""
+
+    __slots__ = ()
+
+
+_LEARNED, _PROGRAM = Left("decides what is learned"), Left("needs another training program")
+_STARTED, _SOURCE = (
+    Left("says what is installed and how training is started"),
+    Left("tells where the settings come from"),
+)
+_BUFFER, _GATHERS = Left("is the size of a buffer of DeepSpeed's"), Left("is one of DeepSpeed's rules of gathers")
+
+
+class Job(BaseModel):
+    """A training job: a model and its training settings.
+
+    Each field says how users give it (`Asked`), and why no advice changes it if so (`Left`). The flags of ``tune``, the
+    fields of requests to the planning service and the tests of all of them follow from this class.
 
     Attributes:
         architecture: Model that is trained.
-        sequence: Tokens per sample.
-        micro_batch: Samples per rank and forward pass.
-        accumulation: Micro-batches per optimizer step.
-        data_parallel: Number of data-parallel ranks, among which ZeRO partitions. The whole job has data_parallel x
-            tensor_parallel x pipeline_parallel GPUs.
+        data_parallel: The whole job has data_parallel x tensor_parallel x pipeline_parallel GPUs.
         stage: Number of the pipeline stage to simulate. 0: the first.
         sequence_parallel: True if activations that tensor parallelism does not divide are divided along the sequence.
         offload: Memory that holds optimizer state, parameters and activations.
-        recompute: True if only the input of each layer is kept, and the layer is computed again in backward (activation
-            checkpointing).
-        recompute_share: Fraction of layers that are computed again. 1: all. 0.5: every other layer.
         flash_attention: True if attention scores are never stored in memory.
-        flash_version: Major version of FlashAttention. The published speed of this version determines the time of
-            attention. None: the machine's ``attention_flops_per_s`` determine it. In presets, these are the FLOP/s of
-            version 2.
-        kernels: Implementation of the kernels between matrix products. ``fused``: fused or compiled (Megatron-LM,
-            torch.compile, Liger). ``eager``: PyTorch's own, as in the transformers library.
-        fused_loss: True if one kernel computes logits and loss, or if both are computed chunk by chunk.
+        flash_version: The published speed of this version determines the time of attention. None: the machine's
+            ``attention_flops_per_s`` determine it. In presets, these are the FLOP/s of version 2.
         precision: Data type of parameters, and of gradients when they are reduced.
         gradient_bytes: Bytes per element of an accumulated gradient.
         clip: Norm to which gradients are clipped. 0: no clipping.
-        clip_rate: Fraction of steps that clip gradients or overflow. None if unknown: see
-            `Workload.expected_clip_rate`.
+        clip_rate: None if unknown: see `Workload.expected_clip_rate`.
         max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's ``stage3_`` keys of similar names,
             in elements. They decide which gathered parameters stay on the GPU between two uses.
         overlap_comm: DeepSpeed's key of this name. None: DeepSpeed's default at this ZeRO stage.
-        launcher: Program that launches the ranks. It determines the number of threads of DeepSpeed's updates on the
-            CPU.
-        omp_threads: ``OMP_NUM_THREADS`` as set by the user.
         notes: Sentences that tell which value was assumed for a setting that was ``"auto"`` or missing.
         config: DeepSpeed config from which the settings were read.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    architecture: Architecture
-    sequence: Tokens = 2048
-    micro_batch: int = 1
-    accumulation: int = 1
-    data_parallel: Count = 1
-    tensor_parallel: Count = 1
-    pipeline_parallel: Count = 1
-    stage: int = 0
-    sequence_parallel: Switch = False
-    zero_stage: ZeroStage = 3
+    architecture: Annotated[Architecture, _LEARNED]
+    sequence: Annotated[Tokens, Asked("number of tokens per sample (default: 2048).", limits=Field(ge=1, le=2**22))] = (
+        2048
+    )
+    micro_batch: Annotated[int, Asked("number of samples per GPU and forward pass.")] = 1
+    accumulation: Annotated[int, Asked("number of micro-batches per optimizer step.", limits=Field(ge=1, le=4096))] = 1
+    zero_stage: Annotated[
+        ZeroStage, Asked("ZeRO stage 1, 2 or 3 (default: the DeepSpeed config's, or 3).", limits=Field(ge=1, le=3))
+    ] = 3
+    data_parallel: Annotated[
+        Count,
+        Asked("number of data-parallel ranks (default: 1, or all cards of a preset such as rtx4090-x2).", http="gpus"),
+    ] = 1
+    tensor_parallel: Annotated[
+        Count, Asked("degree of tensor parallelism, the number of ranks that split each layer (default: 1)."), _PROGRAM
+    ] = 1
+    pipeline_parallel: Annotated[
+        Count, Asked("number of pipeline stages, with ZeRO-1 only (default: 1).", http=None), _PROGRAM
+    ] = 1
+    stage: Annotated[int, _PROGRAM] = 0
+    sequence_parallel: Annotated[Switch, _PROGRAM] = False
     sub_group_size: int = 10**9
     offload: Offloading = WITHOUT_CONFIG
-    recompute: Switch = True
-    recompute_share: Share = 1.0
-    flash_attention: Switch = True
-    flash_version: Annotated[FlashVersion | None, _one_of(FLASH_VERSIONS, None)] = None
-    kernels: Annotated[Kernels, _one_of(KERNELS)] = "fused"
-    fused_loss: Switch = False
-    optimizer: str = ADAM.name
-    precision: WireDtype = "bf16"
-    gradient_bytes: int = 2
-    clip: float = 1.0
-    clip_rate: Rate = None
-    reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
-    prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
-    overlap_comm: bool | None = None
-    max_live_parameters: int = GatherRules().live
-    max_reuse_distance: int = GatherRules().reuse
-    persistence_threshold: int = GatherRules().persistent
-    launcher: Annotated[Launcher, _one_of(LAUNCHERS)] = "deepspeed"
-    omp_threads: Count | None = None
-    notes: tuple[str, ...] = ()
-    config: Mapping[str, Any] = {}
+    recompute: Annotated[
+        Switch,
+        Asked("keep activations, without gradient checkpointing.", flag="keep_activations", http="keep_activations"),
+    ] = True
+    recompute_share: Annotated[
+        Share,
+        Asked(
+            "share of the layers whose activations are recomputed, e.g. 50% (default: all).",
+            limits=Field(gt=0, le=1, allow_inf_nan=False),
+            unless="keep_activations",
+        ),
+    ] = 1.0
+    kernels: Annotated[
+        Kernels,
+        _one_of(KERNELS),
+        Asked(
+            "kernels of norms, activations and rotary embedding. fused: fused or compiled kernels (torch.compile, "
+            "Liger, Megatron-LM). eager: PyTorch's own, as in plain transformers (default: fused)."
+        ),
+    ] = "fused"
+    fused_loss: Annotated[
+        Switch, Asked("the loss is computed without storing all logits, in one kernel or in chunks.")
+    ] = False
+    flash_attention: Annotated[
+        Switch, Asked("attention scores are stored in memory (attn_implementation eager).", flag="no_flash_attention")
+    ] = True
+    flash_version: Annotated[
+        FlashVersion | None,
+        _one_of(FLASH_VERSIONS, None),
+        Asked(
+            "major version of FlashAttention, e.g. 3 on H100 (default: 2, as in PyTorch).", unless="no_flash_attention"
+        ),
+        _STARTED,
+    ] = None
+    optimizer: Annotated[str, _LEARNED] = ADAM.name
+    precision: Annotated[WireDtype, _LEARNED] = "bf16"
+    gradient_bytes: Annotated[int, Left("decides how gradients round")] = 2
+    clip: Annotated[float, _LEARNED] = 1.0
+    reduce_bucket_elements: Annotated[int, _BUFFER] = REDUCE_BUCKET_ELEMENTS
+    prefetch_bucket_elements: Annotated[int, _BUFFER] = PREFETCH_BUCKET_ELEMENTS
+    overlap_comm: Annotated[bool | None, Left("is DeepSpeed's key for its own reductions")] = None
+    max_live_parameters: Annotated[int, _GATHERS] = GatherRules().live
+    max_reuse_distance: Annotated[int, _GATHERS] = GatherRules().reuse
+    persistence_threshold: Annotated[int, _GATHERS] = GatherRules().persistent
+    launcher: Annotated[
+        Launcher,
+        _one_of(LAUNCHERS),
+        Asked(
+            "Launcher of the ranks (default: deepspeed, with which CPU Adam uses all cores). With several ranks on a "
+            "node, torchrun and accelerate limit DeepSpeed's own CPU Adam to one thread per rank.",
+            profiled=False,
+        ),
+        _STARTED,
+    ] = "deepspeed"
+    omp_threads: Annotated[
+        Count | None,
+        Asked(
+            "Value of OMP_NUM_THREADS in each rank. DeepSpeed's own CPU Adam uses this number of threads per rank "
+            "(default: depends on --launcher).",
+            profiled=False,
+        ),
+        _STARTED,
+    ] = None
+    clip_rate: Annotated[
+        Rate,
+        Asked(
+            "Fraction of steps that clip gradients or overflow, e.g. 5% (default: 10%). In these steps, updates that "
+            "started before the gradient norm was known are rolled back.",
+            limits=Field(ge=0, le=1, allow_inf_nan=False),
+            profiled=False,
+        ),
+        _LEARNED,
+    ] = None
+    notes: Annotated[tuple[str, ...], _SOURCE] = ()
+    config: Annotated[Mapping[str, Any], _SOURCE] = {}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -345,3 +433,40 @@ class Job(BaseModel):
             "gradient_accumulation_steps": self.accumulation,
             ZERO: zero,
         }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a job that users give: a field of `Job` with its type and its names at each door."""
+
+    name: str
+    kind: Any
+    asked: Asked
+
+    @property
+    def flag(self) -> str:
+        return self.asked.flag or self.name
+
+    @property
+    def http(self) -> str | None:
+        return self.name if self.asked.http == "" else self.asked.http
+
+    def value(self, given: Any, name: str) -> Any:
+        """Return the field's value for a value that was given by a name, which may mean the contrary of a switch."""
+        return not given if isinstance(given, bool) and name != self.name else given
+
+
+def settings(job: type[Job] = Job) -> tuple[Setting, ...]:
+    """Return the settings of a job that users give, in the order of its fields."""
+    return tuple(
+        Setting(name, _bare(field.annotation), asked)
+        for name, field in job.model_fields.items()
+        for asked in field.metadata
+        if isinstance(asked, Asked)
+    )
+
+
+def _bare(kind: Any) -> Any:
+    """Return a field's type without None and rules."""
+    inside = [one for one in get_args(kind) if one is not type(None)]
+    return kind if not inside or get_origin(kind) is Literal else _bare(inside[0])

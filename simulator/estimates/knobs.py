@@ -103,21 +103,6 @@ KNOBS: dict[str, Knob] = {
 PRICES = tuple(KNOBS)
 OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
 BOUGHT_BESIDE = (*OF_MACHINE, "storage_bytes")  # changes of the machine or of its use, not fields of a job
-# Why no advice changes the other fields of a job.
-LEFT: dict[str, str] = {
-    **dict.fromkeys(("architecture", "optimizer", "precision", "clip", "clip_rate"), "decides what is learned"),
-    **dict.fromkeys(
-        ("tensor_parallel", "pipeline_parallel", "stage", "sequence_parallel"), "needs another training program"
-    ),
-    **dict.fromkeys(("flash_version", "launcher", "omp_threads"), "says what is installed and how training is started"),
-    "gradient_bytes": "decides how gradients round",
-    "overlap_comm": "is DeepSpeed's key for its own reductions",
-    **dict.fromkeys(("reduce_bucket_elements", "prefetch_bucket_elements"), "is the size of a buffer of DeepSpeed's"),
-    **dict.fromkeys(
-        ("max_live_parameters", "max_reuse_distance", "persistence_threshold"), "is one of DeepSpeed's rules of gathers"
-    ),
-    **dict.fromkeys(("notes", "config"), "tells where the settings come from"),
-}
 MOST_ACCUMULATION = 1024  # micro-batches per step that advice and searches try
 
 

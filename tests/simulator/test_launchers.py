@@ -3,7 +3,6 @@
 The number depends on the launcher: for several ranks, `torchrun` and `accelerate launch` set ``OMP_NUM_THREADS=1``.
 """
 
-import click
 import pytest
 from ebbtide.simulator import ModelError, Plan, build_strategy, preset, simulate
 from ebbtide.simulator.engines.compiled import simulate_fast
@@ -12,7 +11,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
 from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.tuner.inputs import LAUNCHER_OPTIONS
+from ebbtide.tuner.inputs import options_of
 from ebbtide.tuner.placements.planning import plan
 from ebbtide.tuner.quantities import told_seconds
 from ebbtide.tuner.service.requests import Scenario
@@ -119,5 +118,5 @@ def test_a_scenario_of_the_service_tells_its_launcher():
 
 
 def test_the_flag_knows_every_launcher():
-    flag = LAUNCHER_OPTIONS[0](click.command()(lambda launcher: launcher)).params[0]
+    (flag,) = options_of(["launcher"])
     assert tuple(flag.type.choices) == LAUNCHERS

@@ -15,9 +15,9 @@ from ebbtide.tuner.inputs import (
     check_model,
     complete_models,
     described,
-    launched,
+    given,
+    job_options,
     read_asked,
-    started_by,
 )
 from ebbtide.tuner.lazy_group import Command
 from ebbtide.tuner.progress import told_after
@@ -74,7 +74,7 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 )
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")
-@launched
+@job_options("launcher", "omp_threads")
 @GPU_MEMORY
 @HOST_MEMORY
 @margin_option()
@@ -143,7 +143,7 @@ def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, A
         asked["sequence"],
         **limits,
         margin=asked["memory_margin"],
-        shape=started_by(asked),
+        shape=given(asked, "launcher", "omp_threads"),
         storage=dict(asked["storage"]),
     )
 
