@@ -81,16 +81,17 @@ def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str,
     """Return the layout of this machine's NUMA nodes, as a dict of facts and a list of warnings.
 
     The dict has the cores of each node (``numa_node0_cores`` ...) and, with several nodes, the node that the GPU
-    belongs to (``gpu_numa_node``). There is a warning if this process may run on cores outside the GPU's node.
+    belongs to (``gpu_numa_node``). There is a warning if this process may run on cores outside the GPU's node. Nodes
+    without cores, such as the GPU memory of a superchip, do not count.
     """
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
-    facts = {f"numa_{node.name}_cores": _line(node / "cpulist") for node in nodes}
+    facts = {f"numa_{node.name}_cores": cores for node in nodes if (cores := _line(node / "cpulist"))}
     near = _line(root / "sys/bus/pci/devices" / gpu_bus_id / "numa_node") if gpu_bus_id else ""
-    if len(nodes) < 2 or not near or int(near) < 0:
+    if len(facts) < 2 or not near or int(near) < 0:
         return facts, []
     facts["gpu_numa_node"] = near
     there = set(parse_cpulist(facts.get(f"numa_node{near}_cores", "")))
-    if allowed_cores() <= there:
+    if not there or allowed_cores() <= there:
         return facts, []
     return facts, [
         f"this process may run on cores outside the GPU's NUMA node {near}, from whose host memory "

@@ -134,6 +134,18 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
     assert ["outside the GPU's NUMA node 1" in line for line in warnings] == [True] * warned
 
 
+@pytest.mark.parametrize("gpu_node", ["0", "2"])
+def test_the_memory_of_a_superchips_gpu_is_no_numa_node(tmp_path, monkeypatch, gpu_node):
+    numa_tree(tmp_path, gpu_node)
+    for node in range(2, 10):  # HBM, and the empty nodes of its possible partitions
+        (tmp_path / f"sys/devices/system/node/node{node}").mkdir()
+        (tmp_path / f"sys/devices/system/node/node{node}/cpulist").write_text("\n")
+    monkeypatch.setattr(hardware, "allowed_cores", lambda: {0, 1})
+    facts, warnings = hardware.numa_layout("0000:3b:00.0", tmp_path)
+    assert [name for name in facts if name.endswith("_cores")] == ["numa_node0_cores", "numa_node1_cores"]
+    assert not warnings
+
+
 def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
     # A low limit does no harm, because the GPU driver does not charge page-locked memory to this limit.
     monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (2**16, 2**16))
