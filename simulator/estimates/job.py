@@ -83,6 +83,7 @@ class Asked:
         http: Name of the request's field, if another. If it is named after the contrary of a switch, as the flag is, it
             means the contrary. None: requests have no such field.
         limits: Limits of the value in a request. None: from 1 to 65,536.
+        null: False if a request cannot leave the value to the DeepSpeed config, the machine or a profile.
         profiled: False if a profiled workload does not contain the setting.
         unless: Flag with which this one has no effect.
     """
@@ -91,6 +92,7 @@ class Asked:
     flag: str = ""
     http: str | None = ""
     limits: Any = None
+    null: bool = True
     profiled: bool = True
     unless: str = ""
 
@@ -138,9 +140,9 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     architecture: Annotated[Architecture, _LEARNED]
-    sequence: Annotated[Tokens, Asked("number of tokens per sample (default: 2048).", limits=Field(ge=1, le=2**22))] = (
-        2048
-    )
+    sequence: Annotated[
+        Tokens, Asked("number of tokens per sample (default: 2048).", limits=Field(ge=1, le=2**22), null=False)
+    ] = 2048
     micro_batch: Annotated[int, Asked("number of samples per GPU and forward pass.")] = 1
     accumulation: Annotated[int, Asked("number of micro-batches per optimizer step.", limits=Field(ge=1, le=4096))] = 1
     zero_stage: Annotated[
@@ -151,7 +153,9 @@ class Job(BaseModel):
         Asked("number of data-parallel ranks (default: 1, or all cards of a preset such as rtx4090-x2).", http="gpus"),
     ] = 1
     tensor_parallel: Annotated[
-        Count, Asked("degree of tensor parallelism, the number of ranks that split each layer (default: 1)."), _PROGRAM
+        Count,
+        Asked("degree of tensor parallelism, the number of ranks that split each layer (default: 1).", null=False),
+        _PROGRAM,
     ] = 1
     pipeline_parallel: Annotated[
         Count, Asked("number of pipeline stages, with ZeRO-1 only (default: 1).", http=None), _PROGRAM
@@ -459,14 +463,14 @@ class Setting:
 def settings(job: type[Job] = Job) -> tuple[Setting, ...]:
     """Return the settings of a job that users give, in the order of its fields."""
     return tuple(
-        Setting(name, _bare(field.annotation), asked)
+        Setting(name, bare(field.annotation), asked)
         for name, field in job.model_fields.items()
         for asked in field.metadata
         if isinstance(asked, Asked)
     )
 
 
-def _bare(kind: Any) -> Any:
+def bare(kind: Any) -> Any:
     """Return a field's type without None and rules."""
     inside = [one for one in get_args(kind) if one is not type(None)]
-    return kind if not inside or get_origin(kind) is Literal else _bare(inside[0])
+    return kind if not inside or get_origin(kind) is Literal else bare(inside[0])

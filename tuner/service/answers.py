@@ -81,6 +81,8 @@ OTHERS = (
     "the plan file's own prediction is for another machine, training job or version of ebbtide: all figures here are "
     "new predictions"
 )
+# Fields of a job that a search of configurations sets by itself.
+SEARCHED = ("sequence", "micro_batch", "accumulation", "zero_stage", "recompute", "data_parallel")
 TEMPLATES = Templates(build_strategy)  # shared, because a worker answers one request at a time
 
 
@@ -415,7 +417,7 @@ def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:
         dict(loaded(request.ds_config)),
         request.sequence,
         margin=request.memory_margin,
-        shape=shape_of(request),
+        shape={name: value for name, value in shape_of(request).items() if name not in SEARCHED},
         storage=storage_of(request),
     )
     answer = explore(

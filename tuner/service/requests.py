@@ -5,14 +5,13 @@ Unknown fields and paths of files are refused.
 
 import math
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
-from ebbtide.simulator.estimates.compute import FlashVersion, Kernels
 from ebbtide.simulator.estimates.deepspeed_keys import of_accelerate
-from ebbtide.simulator.estimates.launchers import Launcher
+from ebbtide.simulator.estimates.job import Job, settings
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.rules import RuleError, explain, shortened
+from ebbtide.simulator.rules import RuleError, explain, shortened, worded
 from ebbtide.simulator.workload import Workload
 from pydantic import (
     AfterValidator,
@@ -24,6 +23,7 @@ from pydantic import (
     JsonValue,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -59,11 +59,6 @@ DeepSpeedConfig = Annotated[
 ]
 Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
-# Fields of a request that a measured workload contains already.
-_OF_A_MODEL = (
-    *("gpus", "tensor_parallel", "micro_batch", "sequence", "accumulation", "zero_stage", "ds_config"),
-    *("keep_activations", "recompute_share", "kernels", "fused_loss", "flash_attention", "flash_version"),
-)
 MOST_ITERATIONS = 12
 MOST_POINTS = 16  # of a sweep
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
@@ -139,61 +134,62 @@ def _size(number: Any) -> float:
 PostedPlan = Annotated[Plan, BeforeValidator(_few_subgroups)]
 
 
-class Scenario(Request):
+def fields_of_a_job(job: type[Job] = Job) -> dict[str, Any]:
+    """Return the fields of a request that follow from the settings of a job, as `pydantic.create_model` takes them."""
+    fields: dict[str, Any] = {}
+    for one in settings(job):
+        if one.http is None:
+            continue
+        usual = one.value(job.model_fields[one.name].default, one.http)
+        contrary = one.kind is bool and one.flag not in (one.name, one.http)
+        about = worded(f"If false, {one.asked.help}" if contrary else one.asked.help)
+        kind = one.kind
+        if kind is not bool and (one.asked.limits or not get_args(kind)):  # a Literal limits itself
+            kind = Annotated[float if kind is float else int, one.asked.limits or Field(ge=1, le=65_536)]
+        kind = Annotated[kind if kind is bool or not one.asked.null else kind | None, Field(description=about)]
+        fields[one.http] = (kind, None if one.kind is not bool and one.asked.null else usual)
+    return fields
+
+
+if TYPE_CHECKING:
+
+    class _OfAJob(Request):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _OfAJob = create_model("OfAJob", __base__=Request, **fields_of_a_job())
+# Fields of a request that a measured workload contains already.
+_OF_A_MODEL = ("ds_config", *(one.http for one in settings() if one.http and one.asked.profiled))
+
+
+class Scenario(_OfAJob):
     """A part of most requests to the planning service: a machine, and the training job on it.
+
+    The settings of the job are those of `Job`.
 
     Attributes:
         machine: A name that `GET /machines` lists, or the contents of a machine.json.
         model: A name that `GET /models` lists, or the contents of a model's config.json.
         workload: Measured workload instead of a model: a name that `GET /models` lists as profiled, or the contents of
             a workload.json. It determines the micro-batch, the sequence and the number of GPUs.
-        gpus: Number of ranks that ZeRO divides the model over. If null, 1, or all cards of a preset such as rtx4090-x2.
-        tensor_parallel: Number of ranks that share each layer.
-        micro_batch: Samples per rank and micro-batch. If null, as in ``ds_config``, or else 1.
-        accumulation: Micro-batches per optimizer step. If null, as in ``ds_config``, or else 1.
-        zero_stage: ZeRO stage. If null, as in ``ds_config``, or else 3.
         ds_config: Contents of DeepSpeed's config, never a path. Values may be ``"auto"``.
-        recompute_share: Fraction of the layers with recomputed activations. If null, all.
-        kernels: ``fused`` or ``eager`` kernels for all operations except matrix products. If null, fused.
-        fused_loss: True if one kernel computes both logits and loss.
-        flash_attention: True if attention scores are not stored in memory.
-        flash_version: Major version of FlashAttention. If null, attention is as fast as the machine's
-            ``attention_flops_per_s`` says.
-        launcher: Program that starts the ranks. It affects how many threads DeepSpeed's own CPU updates have.
-        omp_threads: Value of OMP_NUM_THREADS in the ranks.
         host_memory_bytes: Host memory of a node.
         storage_bytes: Storage of a node for optimizer state that memory cannot hold. If null, as in ``ds_config``, or
             else none.
         device_memory_bytes: Memory of a GPU. ``gpu_memory_bytes`` is another name of this field.
         link_bytes_per_s: Bandwidth in each direction between host and GPU.
-        clip_rate: Fraction of steps that clip gradients or overflow. If null, 10% is assumed.
     """
 
     machine: Name | Machine = "h100-node"
     model: Name | ModelConfig | None = None
     workload: Name | Workload | None = None
-    gpus: Count | None = None
-    tensor_parallel: Count = 1
-    launcher: Launcher | None = None
-    omp_threads: Count | None = None
     device_memory_bytes: Annotated[
         Positive | None, Field(validation_alias=AliasChoices("device_memory_bytes", "gpu_memory_bytes"))
     ] = None
     host_memory_bytes: Positive | None = None
     storage_bytes: Positive | None = None
     link_bytes_per_s: Positive | None = None
-    micro_batch: Count | None = None
-    sequence: Annotated[int, Field(ge=1, le=2**22)] = 2048
-    accumulation: Annotated[int, Field(ge=1, le=4096)] | None = None
-    zero_stage: Annotated[int, Field(ge=1, le=3)] | None = None
     ds_config: DeepSpeedConfig | None = None
-    keep_activations: bool = False
-    recompute_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    kernels: Kernels | None = None
-    fused_loss: bool = False
-    flash_attention: bool = True
-    flash_version: FlashVersion | None = None
-    clip_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     subgroup_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
 
     @model_validator(mode="after")

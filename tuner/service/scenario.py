@@ -9,7 +9,7 @@ from typing import Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.estimate import default_ranks, estimated
-from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.job import Job, settings
 from ebbtide.simulator.estimates.launchers import started
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, known_config, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
@@ -27,10 +27,6 @@ from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGRO
 from pydantic import ValidationError
 
 ITERATIONS = 3  # iterations that a prediction simulates
-_SHAPE = {
-    *("tensor_parallel", "clip_rate", "launcher", "omp_threads"),
-    *("recompute_share", "kernels", "flash_version", "fused_loss", "flash_attention"),
-}
 
 
 def machine_of(scenario: Scenario) -> Machine:
@@ -206,8 +202,9 @@ def storage_of(scenario: Scenario) -> dict[str, int]:
 
 
 def shape_of(scenario: Scenario) -> dict[str, Any]:
-    """Return the `Job` fields that a request to the planning service sets and that no configuration search changes."""
-    return scenario.model_dump(include=_SHAPE, exclude_none=True)
+    """Return the `Job` fields that a request to the planning service sets."""
+    given = {one: getattr(scenario, one.http) for one in settings() if one.http}
+    return {one.name: one.value(value, one.http or "") for one, value in given.items() if value is not None}
 
 
 def job_of(scenario: Scenario) -> Job:
@@ -224,17 +221,9 @@ def job_of(scenario: Scenario) -> Job:
         config = {key: value for key, value in config.items() if key not in varied}
     model = model_of(scenario)
     with _as_asked(), _as_sent(model):
-        job = Job.of_deepspeed(
-            model,
-            config,
-            sequence=scenario.sequence,
-            micro_batch=scenario.micro_batch,
-            accumulation=scenario.accumulation,
-            zero_stage=scenario.zero_stage,
-            data_parallel=scenario.gpus or default_ranks(machine_of(scenario), shape_of(scenario)),
-            recompute=not scenario.keep_activations,
-            **shape_of(scenario),
-        )
+        shape = shape_of(scenario)
+        ranks = shape.get("data_parallel") or default_ranks(machine_of(scenario), shape)
+        job = Job.of_deepspeed(model, config, **{**shape, "data_parallel": ranks})
     _check_cut(params_of(job), job.sub_group_size)
     return job
 

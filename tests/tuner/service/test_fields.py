@@ -7,7 +7,10 @@ import json
 
 import pytest
 from ebbtide.simulator import preset, workload_from_model
+from ebbtide.simulator.estimates.job import settings
 from ebbtide.tuner.service.worker import INVALID, RESULT, TEXT, calls, run
+
+from tests.tuner.test_job_walk import other
 
 MIB, GIB = 2**20, 2**30
 TINY = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 2000, "name": "tiny"}
@@ -24,26 +27,11 @@ SCENARIO = {
     "machine": ("rtx4090", {}),
     "model": (WIDE, {}),
     "workload": ("a name", {}),
-    "gpus": (2, {}),
-    "tensor_parallel": (2, {}),
-    "launcher": ("torchrun", {"gpus": 2}),
-    "omp_threads": (1, {}),
     "device_memory_bytes": (1300 * MIB, {}),
     "host_memory_bytes": (20 * GIB, {}),
     "storage_bytes": (1e12, {}),
     "link_bytes_per_s": (1e9, {}),
-    "micro_batch": (2, {}),
-    "sequence": (64, {}),
-    "accumulation": (3, {}),
-    "zero_stage": (2, {}),
     "ds_config": (NVME, {}),
-    "keep_activations": (True, {}),
-    "recompute_share": (0.5, {}),
-    "kernels": ("eager", {}),
-    "fused_loss": (True, {}),
-    "flash_attention": (False, {}),
-    "flash_version": (3, {"sequence": 2**16}),
-    "clip_rate": (0.05, {}),
     "subgroup_size": (10**6, {}),
 }
 PLANNING = {"mtbf_s": (3600.0, {}), "endurance_bytes": (6e14, {"storage_bytes": 1e12})}
@@ -57,7 +45,6 @@ TABLE = {
     "what-if": SCENARIO
     | {
         "host_memory_bytes": (200 * MIB, {}),
-        "clip_rate": (0.0, {"machine": "rtx4090", "model": "Llama 3.2 1B"}),
         "strategies": (["zero3_offload"], {}),
         "gpu_memory_bytes": ([1300 * MIB], {}),
         "changes": ({"ranks_per_node": [2]}, {}),
@@ -73,10 +60,8 @@ TABLE = {
         "seed": (1, SEARCHED | {"subgroup_size": 5 * 10**6}),
     },
 }
-OF_A_MODEL = (
-    *("gpus", "tensor_parallel", "micro_batch", "sequence", "accumulation", "zero_stage", "ds_config"),
-    *("keep_activations", "recompute_share", "kernels", "fused_loss", "flash_attention", "flash_version"),
-)
+# Fields of a request that follow from the fields of `Job`: see test_job_walk.py.
+OF_A_JOB = {one.http: one for one in settings() if one.http}
 USUAL = {"answer": {"peers": False, "timelines": False}}
 TITLES = {"kind", "name"}  # of a job in lists
 CASES = [(call, name) for call, rows in TABLE.items() for name in rows]
@@ -102,7 +87,7 @@ def ask():
 
 @pytest.mark.parametrize("call", TABLE)
 def test_the_table_has_every_field(call):
-    assert set(TABLE[call]) == calls()[call][0].model_fields.keys() - TITLES
+    assert set(TABLE[call]) == calls()[call][0].model_fields.keys() - TITLES - OF_A_JOB.keys()
 
 
 @pytest.mark.parametrize(("call", "name"), CASES)
@@ -124,7 +109,13 @@ MEASURED = {"model": None, "workload": workload_from_model(TINY, preset("h200"))
 @pytest.mark.parametrize(
     ("call", "fields", "says"),
     [
-        *[("simulate", MEASURED | {name: SCENARIO[name][0]}, "only with model") for name in OF_A_MODEL],
+        *[
+            ("simulate", MEASURED | {name: one.value(other(one.name), name)}, "only with model")
+            for name, one in OF_A_JOB.items()
+            if one.asked.profiled
+        ],
+        ("simulate", MEASURED | {"ds_config": NVME}, "only with model"),
+        ("simulate", {"clip_rate": 0.05}, "clip_rate has an effect only with plan"),
         ("answer", {"keep_activations": True, "recompute_share": 0.5}, "recompute_share has an effect only without"),
         ("simulate", {"flash_attention": False, "flash_version": 3}, "flash_version has an effect only with"),
         ("answer", {"endurance_bytes": 6e14}, "endurance_bytes has an effect only with storage_bytes"),
