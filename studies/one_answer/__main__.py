@@ -57,6 +57,10 @@ JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Qwen3 8B", "h100-node", {"gpus": 4, "sequence": 4096}),
     ("Llama 3 8B", "h100-node", {"storage_bytes": 10**12, "host_memory_bytes": 96 * 2**30}),
     ("Llama 3.2 1B", "rtx4090", {"zero_stage": 2}),
+    ("Mixtral 8x7B", "h200", {"gpus": 8}),
+    ("Mixtral 8x7B", "b200", {"gpus": 4, "accumulation": 16}),
+    ("Llama 2 7B", "a100-80gb", {"accumulation": 4}),
+    ("Mistral 7B", "h100-node", {"accumulation": 8}),
 )
 # Jobs of several samples a step, for which the offered changes are compared with `tune search`.
 HINTED: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
