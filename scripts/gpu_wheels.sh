@@ -17,6 +17,6 @@ $pip download -q --no-deps --only-binary=:all: --python-version "$version" --imp
     --platform manylinux2014_x86_64 -d .whl \
     cloudpickle hjson msgpack einops ninja packaging psutil py-cpuinfo tqdm \
     pydantic pydantic-core typing-extensions typing-inspection annotated-types \
-    pyyaml \
+    optuna alembic colorlog sqlalchemy greenlet mako pyyaml \
     click joblib xxhash nvidia-ml-py hypothesis sortedcontainers simpy
 echo "$(ls .whl | wc -l) wheels in .whl/"

@@ -41,9 +41,9 @@ MAY_IMPORT_LAZILY = {
     "ebbtide": {"simulator", "profiler", "tuner", "runtime", "ebbtide"},
 }
 NOT_AT_LOAD = {
-    "simulator": {"torch", "deepspeed", "pandas", "matplotlib"},
-    "runtime": {"pandas", "matplotlib", "scipy"},
-    "ebbtide": {"torch", "deepspeed", "pandas", "matplotlib"},
+    "simulator": {"torch", "deepspeed", "optuna", "pandas", "matplotlib"},
+    "runtime": {"optuna", "pandas", "matplotlib", "scipy"},
+    "ebbtide": {"torch", "deepspeed", "optuna", "pandas", "matplotlib"},
 }
 
 

@@ -30,16 +30,29 @@ import ebbtide.profiler.launch, ebbtide.tuner.commands.profiling
 """
 
 
+PLANS = """
+import tempfile
+from click.testing import CliRunner
+from ebbtide.tuner.cli import main
+with tempfile.TemporaryDirectory() as folder:
+    words = f"plan --machine rtx4090 --model llama-3.2-1b --sequence 64 --accumulation 2 --quick -o {folder}/plan.json"
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 0, done.output
+    assert "the same samples, faster" in open(f"{folder}/plan.json").read()
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "heavy"),
     [
         ("import ebbtide", {"torch", "numpy", "pydantic", "deepspeed"}),
         ("import ebbtide.runtime.checkpoint.protocol.inspect", {"torch"}),
-        ("import ebbtide.tuner.placements.quick", {"pandas", "matplotlib", "torch"}),
+        ("import ebbtide.tuner.placements.quick", {"pandas", "matplotlib", "optuna", "torch"}),
+        (PLANS, {"optuna", "sqlalchemy", "pandas", "torch"}),
         ("import tests.runtime.plain_engine", {"deepspeed"}),
-        (HELP_AND_PROFILES, {"numba", "scipy", "pandas", "torch"}),
+        (HELP_AND_PROFILES, {"numba", "scipy", "optuna", "pandas", "torch"}),
     ],
-    ids=["ebbtide", "inspect", "quick", "plain engine", "help and profiles"],
+    ids=["ebbtide", "inspect", "quick", "plan", "plain engine", "help and profiles"],
 )
 def test_what_is_imported_loads_nothing_heavy(code, heavy):
     code = f"import sys\n{code}\nprint(*{heavy} & set(sys.modules))"

@@ -150,6 +150,15 @@ SAME_SAMPLES = (
     *("zero_stage", "offload", "recompute", "accumulation", "fused_loss", "kernels", "flash_attention"),
     "sub_group_size",
 )
+# Values that advice and searches try beside a job's own. Other values of the last three are never faster.
+TRIED: Mapping[str, tuple[Any, ...]] = {
+    "zero_stage": (3, 2, 1),
+    "recompute": (True, False),
+    "recompute_share": (1.0, SELECTIVE_SHARE),
+    "fused_loss": (True,),
+    "kernels": ("fused",),
+    "flash_attention": (True,),
+}
 
 
 def values(name: str, job: Job) -> list[Any]:
@@ -158,15 +167,12 @@ def values(name: str, job: Job) -> list[Any]:
     """
     samples = job.micro_batch * job.accumulation
     usual: dict[str, list[Any]] = {
-        "zero_stage": [3, 2, 1],
+        **{name: list(tried) for name, tried in TRIED.items()},
         "offload": ["none"],
-        "recompute": [(True, 1.0), (True, SELECTIVE_SHARE), (False, job.recompute_share)],
+        "recompute": [*((True, share) for share in TRIED["recompute_share"]), (False, job.recompute_share)],
         "accumulation": [
             (samples // more, more) for more in range(1, min(samples, MOST_ACCUMULATION) + 1) if samples % more == 0
         ],
-        "fused_loss": [True],
-        "kernels": ["fused"],
-        "flash_attention": [True],
         "sub_group_size": [],  # a plan chooses its own
     }
     if name == "offload" and job.offload.keeps_parameters:

@@ -239,7 +239,7 @@ def test_stock_is_a_strategy_of_a_what_if():
 
 NO_PATH = {
     *("free", "subgroup_size", "tag", "name", "host", "token", "against", "machine", "model", "strategy", "command"),
-    *("allow_host", "push", "show"),
+    *("allow_host", "push", "show", "study"),
 }
 
 

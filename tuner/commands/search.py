@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import click
-from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, STORAGE, guarded, margin_option
+from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, STORAGE, guarded, margin_option, needs
 from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, read_config, written
 from ebbtide.tuner.inputs import (
     MACHINE,
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from ebbtide.tuner.configurations.evaluation import Question
     from ebbtide.tuner.configurations.space import Space
 
-_FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
+_FREE = (
+    "micro_batch,accumulation,zero_stage,recompute,recompute_share,offload,sub_group_size,fused_loss,kernels,"
+    "flash_attention,gpus"
+)
+_SETTINGS = ("recompute_share", "kernels", "fused_loss", "flash_attention", "flash_version", "launcher", "omp_threads")
 
 
 @click.command(
@@ -74,7 +78,7 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 )
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")
-@job_options("launcher", "omp_threads")
+@job_options(*_SETTINGS)
 @GPU_MEMORY
 @HOST_MEMORY
 @margin_option()
@@ -86,6 +90,11 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
     show_default=True,
     help="Most configurations for which a plan is searched. The ones with the highest bound of the speed come first.",
 )
+@click.option(
+    "--study",
+    help="Database that keeps the search as an Optuna study, such as sqlite:///search.db. The same search goes on from "
+    "it, and optuna-dashboard shows it.",
+)
 @click.option("-o", "--output", help="File to write all simulated configurations to, as JSON.")
 @JSON
 @guarded
@@ -94,6 +103,7 @@ def search(
     free: str | None,
     global_batch: int | None,
     trials: int,
+    study: str | None,
     output: str | None,
     as_json: bool,
     **asked: Any,
@@ -106,6 +116,7 @@ def search(
     from ebbtide.tuner.emitted_config import write_config
 
     check_folder("--output", output)
+    needs("without --keep-activations", not asked["keep_activations"], "recompute_share")
     check_distinct("--output", output)
     on, limits, _ = read_asked(machine, asked)
     question = _question(on, limits, asked)
@@ -115,6 +126,7 @@ def search(
             question,
             space,
             trials=trials,
+            study=study,
             progress=lambda done, most: tell(done / most if most else 1.0, f"{done} configurations simulated"),
         )
     record = report.as_json(answer)
@@ -143,7 +155,7 @@ def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, A
         asked["sequence"],
         **limits,
         margin=asked["memory_margin"],
-        shape=given(asked, "launcher", "omp_threads"),
+        shape=given(asked, *_SETTINGS),
         storage=dict(asked["storage"]),
     )
 

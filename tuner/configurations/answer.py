@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.tuner.configurations.evaluation import Outcome
 from ebbtide.tuner.configurations.space import Configuration, Space
+
+if TYPE_CHECKING:
+    from ebbtide.tuner.configurations.study import Trials
 
 NEAR = 0.05  # a slower configuration within this share of the best is named for the GPUs that it saves
 SAME = 0.01  # simulated times that differ by less than this share count as equal
@@ -24,6 +27,7 @@ class Answer:
         refused: Number of configurations that cannot be simulated, by reason.
         combinations: Number of configurations in the set.
         spread: Relative uncertainty of the fastest configuration's predicted time.
+        trials: The search as trials of an Optuna study.
     """
 
     space: Space
@@ -33,6 +37,7 @@ class Answer:
     combinations: int = 0
     spread: float = SAME
     left: Mapping[Configuration, float] = field(default_factory=dict)
+    trials: "Trials | None" = field(default=None, repr=False, compare=False)
 
     @property
     def fitting(self) -> list[Outcome]:

@@ -4,12 +4,14 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ebbtide.tuner.advice.tried import Tried
 from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
 from ebbtide.tuner.configurations.space import Configuration, Space
+from ebbtide.tuner.configurations.study import Trials
 from ebbtide.tuner.placements.decision import FULL
 
 MOST = 16  # most plan searches of `tune search`. DeepSpeed alone is simulated in a moment, which does not count
@@ -17,19 +19,29 @@ SLACK = 0.002  # share of the best speed. A configuration whose bound gains less
 
 
 def explore(
-    question: Question, space: Space, *, trials: int = MOST, progress: Callable[[int, int], object] = lambda *_: None
+    question: Question,
+    space: Space,
+    *,
+    trials: int = MOST,
+    best: int = 1,
+    study: str | None = None,
+    progress: Callable[[int, int], object] = lambda *_: None,
 ) -> Answer:
-    """Find the fastest training configuration.
+    """Find the fastest training configurations.
 
     Configurations are taken in the order of an upper bound of their speed. The search ends when the next bound is not
-    above the best speed. The fastest configuration gets the plan that `tune plan` finds.
+    above the best speed. A configuration that takes the lead gets the plan that `tune plan` finds.
 
     Args:
         trials: Most plan searches. With more configurations to try, the answer is not complete.
+        best: Number of fastest configurations to find.
+        study: URL of a database that keeps the search as an Optuna study, such as ``sqlite:///search.db``. What it
+            holds of the same question is not evaluated again. None: the study is kept in memory.
         progress: Called with the number of plan searches, and the largest possible number.
 
     Raises:
-        ValueError: trials < 1, more memory is requested than the machine has, or no configuration can be simulated.
+        ValueError: trials < 1, more memory is requested than the machine has, no configuration can be simulated, or
+            the database cannot be opened.
     """
     if trials < 1:
         raise ValueError(f"--trials must be >= 1, but got {trials}")
@@ -43,49 +55,57 @@ def explore(
             jobs[c] = tried
     if not jobs:
         raise ValueError(next(iter(refused)))
-    outcomes = dict[Configuration, Outcome]()
-    turns = [(-_speed(tried, tried.least_s), number, False) for number, tried in enumerate(jobs.values())]
+    record = Trials(question, space, study)
+    outcomes = {c: outcome for c, outcome in record.held.items() if c in jobs}
+    every = [(c, tried) for c, tried in jobs.items() if c not in outcomes]
+    turns = [(-_speed(tried, tried.least_s), number, False) for number, (_, tried) in enumerate(every)]
     heapq.heapify(turns)
-    every, best, searches = list(jobs.items()), 0.0, 0
-    while turns and -turns[0][0] > best * (1 + SLACK):
-        _, number, bounded = heapq.heappop(turns)
+    searches = 0
+    while turns and -turns[0][0] > _to_beat(outcomes, best) * (1 + SLACK):
+        bound, number, bounded = heapq.heappop(turns)
         c, tried = every[number]
         if tried.unfit is not None:
-            outcomes[c] = question.outcome(c, tried)
+            outcomes[c] = record.pruned(c, -bound, question.outcome(c, tried))
         elif not bounded:
             heapq.heappush(turns, (-_speed(tried, tried.bound_s), number, True))
-        elif searches == trials and tried.alone is None:
-            heapq.heappush(turns, (-_speed(tried, tried.bound_s), number, True))
+        elif tried.alone is not None:
+            outcomes[c] = record.evaluated(c, -bound, partial(question.outcome, c, tried))
+        elif searches == trials:
+            heapq.heappush(turns, (bound, number, True))
             break
         else:
-            searches += tried.alone is None
+            searches += 1
             progress(searches, trials)
-            outcomes[c] = question.outcome(c, tried)
-            best = max(best, outcomes[c].tokens_per_s if outcomes[c].fits else 0.0)
+            least = _to_beat(outcomes, best)
+            outcomes[c] = record.evaluated(c, -bound, partial(_planned, question, c, tried, least))
     left = {}
     for bound, number, _ in turns:
         c, tried = every[number]
         if tried.alone is not None and tried.unfit is not None:  # told as not fitting, and not as not tried
-            outcomes[c] = question.outcome(c, tried)
+            outcomes[c] = record.pruned(c, -bound, question.outcome(c, tried))
         else:
             left[c] = -bound
-    complete = not any(bound > best * (1 + SLACK) for bound in left.values())
-    answer = Answer(space, tuple(outcomes.values()), complete, refused, len(every) + refused.total(), left=left)
-    return _finished(question, answer, jobs)
+    record.leave(left, refused)
+    complete = not any(bound > _to_beat(outcomes, best) * (1 + SLACK) for bound in left.values())
+    combinations = len(jobs) + refused.total()
+    answer = Answer(space, tuple(outcomes.values()), complete, refused, combinations, left=left, trials=record)
+    return replace(answer, spread=question.spread(answer.fitting[0])) if answer.fitting else answer
 
 
 def _speed(tried: Tried, seconds: float) -> float:
     return (tried.workload.tokens_per_iteration or 0) / seconds
 
 
-def _finished(question: Question, answer: Answer, jobs: dict[Configuration, Tried]) -> Answer:
-    """Return the answer with the plan of a full search for the fastest configuration."""
-    if not answer.fitting:
-        return answer
-    first = answer.fitting[0]
-    if first.plan is not None:
-        c = next(c for c in jobs if c.changed(sub_group_size=first.configuration.sub_group_size) == first.configuration)
-        full = question.outcome(c, jobs[c], FULL, few=False)
-        if full.fits and full.iteration_s <= first.iteration_s:
-            answer = replace(answer, outcomes=(full, *(o for o in answer.outcomes if o is not first)))
-    return replace(answer, spread=question.spread(answer.fitting[0]))
+def _to_beat(outcomes: dict[Configuration, Outcome], best: int) -> float:
+    """Return the speed that a configuration must exceed to be one of the ``best`` fastest, 0 if any does."""
+    speeds = sorted((o.tokens_per_s for o in outcomes.values() if o.fits), reverse=True)
+    return speeds[best - 1] if len(speeds) >= best else 0.0
+
+
+def _planned(question: Question, c: Configuration, tried: Tried, least: float) -> Outcome:
+    """Return the outcome of a configuration under a quick plan, or under the plan of `tune plan` if it takes a lead."""
+    quick = question.outcome(c, tried)
+    if not quick.fits or quick.tokens_per_s <= least:
+        return quick
+    full = question.outcome(c, tried, FULL, few=False)
+    return full if full.fits and full.iteration_s <= quick.iteration_s else replace(quick, quick=False)

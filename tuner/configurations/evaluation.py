@@ -29,12 +29,14 @@ class Outcome(JobOutcome):
     Attributes:
         tokens_per_s: 0 if the configuration was not timed.
         refused: True if the configuration cannot be simulated, however much memory there is.
+        quick: True if the plan is that of a quick search. The one that `tune plan` finds may be faster.
         deepspeed: Complete DeepSpeed config for it.
     """
 
     configuration: Configuration
     tokens_per_s: float = 0.0
     refused: bool = False
+    quick: bool = False
     deepspeed: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -81,15 +83,7 @@ class Question:
         Raises:
             ModelError: The configuration and the search's DeepSpeed config contradict each other.
         """
-        return self.job.changed(
-            micro_batch=c.micro_batch,
-            accumulation=c.accumulation,
-            zero_stage=c.zero_stage,
-            recompute=c.recompute,
-            offload=c.offload,
-            sub_group_size=c.sub_group_size,
-            data_parallel=c.gpus,
-        )
+        return self.job.changed(**_changes(c))
 
     def workload(self, c: Configuration) -> Workload:
         """Return the workload (the planner's input) of one rank under a training configuration.
@@ -129,9 +123,7 @@ class Question:
             "margin": self.margin,
             "storage": dict(self.storage) or None,
         }
-        changes = {**vars(c), "data_parallel": c.gpus}
-        del changes["gpus"]
-        return Changing(self.job, self.machine, asked, freedom).tried(changes)
+        return Changing(self.job, self.machine, asked, freedom).tried(_changes(c))
 
     def answer(
         self, c: Configuration, effort: float = QUICK, sizes: Sequence[int] = (), *, few: bool = True
@@ -155,7 +147,7 @@ class Question:
         found = tried.outcome(effort, few=few)
         if found.plan is not None and tried.freedom["subgroup_sizes"]:
             c = c.changed(sub_group_size=found.plan.config_subgroup_size)
-        known = {**vars(found), "tokens_per_s": found.tokens_per_s or 0.0}
+        known = {**vars(found), "tokens_per_s": found.tokens_per_s or 0.0, "quick": found.plan is not None and few}
         return Outcome(**known, configuration=c, deepspeed=self.of(c).deepspeed())
 
     def spread(self, outcome: Outcome) -> float:
@@ -172,3 +164,7 @@ class Question:
                 lambda one: build_strategy(name, one, **options), tried.workload, tried.machine
             )
         return high_s / outcome.iteration_s - 1
+
+
+def _changes(c: Configuration) -> dict[str, Any]:
+    return {"data_parallel" if name == "gpus" else name: value for name, value in vars(c).items()}

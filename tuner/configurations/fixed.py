@@ -22,7 +22,13 @@ _FLAGS = {
     "zero_stage": "--zero-stage",
     "recompute": "--keep-activations",
     "offload": "--no-offload",
+    "recompute_share": "--recompute-share",
+    "kernels": "--kernels",
+    "fused_loss": "--fused-loss",
+    "flash_attention": "--no-flash-attention",
 }
+# Flags that say what the training script has today. A search may vary these settings if `--free` names them.
+_STARTS = ("kernels", "fused_loss", "flash_attention")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -65,7 +71,7 @@ class Fixed:
             return tuple(knob for knob in KNOBS if knob not in self.values)
         knobs = tuple(name.strip() for name in named.split(",") if name.strip())
         for knob in knobs:
-            if knob in self.values:
+            if knob in self.values and knob not in _STARTS:
                 raise RuleError(
                     f"--free must not name a setting that is fixed, but got {knob}, and "
                     f"{self.sources[knob]} fixes it at {self.values[knob]}: leave one of them out",
@@ -94,6 +100,9 @@ def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batc
         "zero_stage": flags.get("zero_stage"),
         "recompute": False if flags.get("keep_activations") else None,
         "offload": "none" if flags.get("no_offload") else None,
+        **{name: flags.get(name) for name in ("recompute_share", "kernels")},
+        "fused_loss": flags.get("fused_loss") or None,
+        "flash_attention": False if flags.get("no_flash_attention") else None,
     }
     values = {knob: value for knob, value in set_by_flags.items() if value is not None}
     sources = {knob: _FLAGS[knob] for knob in values}

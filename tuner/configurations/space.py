@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
+from ebbtide.simulator.estimates.compute import Kernels
+from ebbtide.simulator.estimates.knobs import MOST_ACCUMULATION, TRIED
 from ebbtide.simulator.rules import RuleError
 
 Offload = Literal["none", "optimizer", "parameters", "nvme"]  # keys of `job.OFFLOADS`
@@ -13,22 +15,28 @@ POWERS = tuple(2**i for i in range(8))
 # Without a global batch, more accumulation is always a little faster, because steps become rarer. Beyond these values
 # the gain is a few percent, and the question would only be how large the batch is.
 ACCUMULATIONS = POWERS[:5]
-MOST_ACCUMULATION = 1024  # micro-batches per step, each of which is simulated
 
 
 @dataclass(frozen=True)
 class Configuration:
     """A training configuration: the settings that a search varies. Fields have the names that ``--free`` takes.
 
+    The fields are the settings in `ebbtide.simulator.estimates.knobs` that leave the samples of a step as they are, the
+    micro-batch, and the number of ranks (``gpus``).
+
     Attributes:
         micro_batch: Samples per rank and micro-batch.
         accumulation: Micro-batches per optimizer step.
         zero_stage: ZeRO stage: 1, 2 or 3.
         recompute: True if activations are computed again in backward (activation checkpointing).
+        recompute_share: Fraction of the layers with recomputed activations. It has no effect without ``recompute``.
         offload: Data that is offloaded. ``none``: nothing. ``optimizer``: optimizer state in host memory, under a
             plan. ``parameters``: also parameters, if that is faster or needed. ``nvme``: state on NVMe drives and
             parameters in host memory, with DeepSpeed alone.
         sub_group_size: Elements per subgroup of optimizer state. It has no effect without offload.
+        fused_loss: True if the loss is computed without storing all logits.
+        kernels: ``fused`` or ``eager`` kernels between matrix products.
+        flash_attention: True if attention scores are not stored in memory.
         gpus: Number of data-parallel ranks.
     """
 
@@ -36,8 +44,12 @@ class Configuration:
     accumulation: int = 1
     zero_stage: int = 3
     recompute: bool = True
+    recompute_share: float = 1.0
     offload: Offload = "optimizer"
     sub_group_size: int = 10**9
+    fused_loss: bool = False
+    kernels: Kernels = "fused"
+    flash_attention: bool = True
     gpus: int = 1
 
     @property
@@ -63,16 +75,19 @@ class Configuration:
     def changed(self, **knobs: Any) -> "Configuration":
         """Return a copy of this training configuration with some settings changed.
 
-        Without offload, ``sub_group_size`` has no effect and gets its default, so that equivalent
-        configurations compare equal.
+        A setting that has no effect gets its default (``sub_group_size`` without offload, ``recompute_share`` without
+        recomputation), so that equivalent configurations compare equal.
         """
         made = replace(self, **knobs)
-        return replace(made, sub_group_size=10**9) if made.offload == "none" else made
+        made = replace(made, sub_group_size=10**9) if made.offload == "none" else made
+        return made if made.recompute else replace(made, recompute_share=1.0)
 
     def text(self) -> str:
         """Return a description of this training configuration in one line of text."""
         where = _WHERE[self.offload]
         kept = "recomputed" if self.recompute else "kept"
+        if self.recompute and self.recompute_share < 1:
+            kept += f" in {self.recompute_share:.0%} of the layers"
         parts = [
             f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}",
             f"ZeRO-{self.zero_stage}",
@@ -82,6 +97,12 @@ class Configuration:
         ]
         if self.offload != "none":
             parts.append(f"subgroups of {self.sub_group_size:.0e}")
+        others = {
+            "fused loss": self.fused_loss,
+            f"{self.kernels} kernels": self.kernels != "fused",
+            "no FlashAttention": not self.flash_attention,
+        }
+        parts += [words for words, holds in others.items() if holds]
         return ", ".join(parts)
 
 
@@ -212,8 +233,7 @@ def _values(name: str, base: Configuration, global_batch: int | None) -> tuple[A
     usual: dict[str, tuple[Any, ...]] = {
         "micro_batch": POWERS[:7] if global_batch is None else _divisors(global_batch),
         "accumulation": ACCUMULATIONS,
-        "zero_stage": (1, 2, 3),
-        "recompute": (True, False),
+        **TRIED,
         "offload": get_args(Offload),
         "sub_group_size": SUBGROUP_SIZES,
         "gpus": tuple(n for n in POWERS if n < base.gpus),

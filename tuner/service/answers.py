@@ -82,7 +82,10 @@ OTHERS = (
     "new predictions"
 )
 # Fields of a job that a search of configurations sets by itself.
-SEARCHED = ("sequence", "micro_batch", "accumulation", "zero_stage", "recompute", "data_parallel")
+SEARCHED = (
+    *("sequence", "micro_batch", "accumulation", "zero_stage", "recompute", "recompute_share", "data_parallel"),
+    *("kernels", "fused_loss", "flash_attention"),
+)
 TEMPLATES = Templates(build_strategy)  # shared, because a worker answers one request at a time
 
 

@@ -57,7 +57,19 @@ ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
 DeepSpeedConfig = Annotated[
     dict[str, JsonValue], Field(min_length=1, max_length=300), AfterValidator(lambda given: dict(of_accelerate(given)))
 ]
-Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
+Knob = Literal[
+    "micro_batch",
+    "accumulation",
+    "zero_stage",
+    "recompute",
+    "recompute_share",
+    "offload",
+    "sub_group_size",
+    "fused_loss",
+    "kernels",
+    "flash_attention",
+    "gpus",
+]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
 MOST_ITERATIONS = 12
 MOST_POINTS = 16  # of a sweep

@@ -270,6 +270,10 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
         "accumulation": request.accumulation,
         "zero_stage": request.zero_stage,
         "sub_group_size": request.subgroup_size,
+        "recompute_share": request.recompute_share,
+        "kernels": request.kernels,
+        "fused_loss": request.fused_loss,
+        "flash_attention": request.flash_attention,
         "offload": None if request.offload else "none",
         "gpus": request.gpus,
     }

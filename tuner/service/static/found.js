@@ -17,7 +17,9 @@ export function scenarioOf(c, config = null) {
   cut.zero_optimization.sub_group_size = c.sub_group_size;
   return {
     gpus: c.gpus, zero_stage: c.zero_stage, micro_batch: c.micro_batch, accumulation: c.accumulation,
-    keep_activations: !c.recompute, ds_config: cut,
+    keep_activations: !c.recompute, kernels: c.kernels, ds_config: cut,
+    recompute_share: c.recompute && c.recompute_share < 1 ? c.recompute_share : null,
+    fused_loss: c.fused_loss || null, flash_attention: c.flash_attention ? null : false,
   };
 }
 
@@ -51,8 +53,12 @@ function named(c, job, row) {
 }
 
 function described(c) {
+  const share = c.recompute && c.recompute_share < 1 ? ` in ${Math.round(100 * c.recompute_share)}% of the layers` : "";
   const parts = [`${c.gpus} GPU${c.gpus > 1 ? "s" : ""}`, `ZeRO-${c.zero_stage}`, WHERE[c.offload] || c.offload,
-    `micro-batch ${c.micro_batch} × ${c.accumulation}`, `activations ${c.recompute ? "recomputed" : "kept"}`];
+    `micro-batch ${c.micro_batch} × ${c.accumulation}`, `activations ${c.recompute ? "recomputed" : "kept"}${share}`];
   if (c.offload !== "none") parts.push(`subgroups of ${params(c.sub_group_size)}`);
+  if (c.fused_loss) parts.push("fused loss");
+  if (c.kernels !== "fused") parts.push(`${c.kernels} kernels`);
+  if (!c.flash_attention) parts.push("no FlashAttention");
   return parts.join(", ");
 }
