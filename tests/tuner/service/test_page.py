@@ -435,6 +435,11 @@ def test_a_buyer_sees_time_cost_and_all_machines(page, server):
     page.click("#cards-table [data-column='Machine']")
     assert [rows.nth(n).get_attribute("data-machine") for n in range(rows.count())] != names
     assert page.locator("#cards-table th[aria-sort]").count() == 1
+    desk = page.viewport_size
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.click("#cards-table [data-column='Tokens/s']")
+    assert page.get_attribute("#cards-table th[aria-sort]", "aria-sort") == "descending"
+    page.set_viewport_size(desk)
     page.unroute("**/cards")
     page.click("#cards-table tr[data-machine='rtx4090-x2'] a")
     settled(page)

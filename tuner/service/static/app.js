@@ -74,7 +74,7 @@ async function start() {
   at("config-gone").addEventListener("click", () => controls.addConfig(null));
   at("search").addEventListener("click", () => submit("plan", { ...controls.scenario(), robust: true }));
   at("search-configurations").addEventListener("click", () => submit("search", controls.search()));
-  const presets = "Presets are estimates from data sheets and published runs. A profile of your machine (tune profile) is more accurate.";
+  const presets = "Presets are estimates from data sheets and published runs. A profile of your machine (tune profile) is more accurate. On the one GPU that was measured so far (H200, a 1.3 B model), a plan took 0.55 s per iteration where 0.35 s had been predicted, and DeepSpeed alone took 1.38 s.";
   at("foot").textContent = [...workloads.map((w) => `The list of models also has ${w.name}, profiled on ${w.label}.`), presets].join(" ");
   await Promise.all([route(), work.start()]);
 }
