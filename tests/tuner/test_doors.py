@@ -106,7 +106,9 @@ def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
         on = have.with_rates(device_memory_bytes=int(row["gpu_memory_bytes"]))
         clipping = work.model_copy(update={"clip_rate": row["clip_rate"]})
         quick = even_plan(clipping, on, Limits.of(clipping, on))
-        assert row["iteration_s"] == told["iteration_s"] == pytest.approx(quick.prediction.iteration_s, rel=1e-9)
+        # A what-if tries the plans of all its points at each point, so it may find a faster one than a single search.
+        assert row["iteration_s"] == told["iteration_s"] <= quick.prediction.iteration_s * (1 + 1e-9)
+        assert row["iteration_s"] >= quick.prediction.iteration_s * 0.95
         assert row["lower_bound_s"] <= row["iteration_s"]
 
 
