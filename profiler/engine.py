@@ -5,6 +5,8 @@ from typing import Any
 
 from ebbtide.profiler.watcher import PhaseHooks, PlainTimer, Trace, Watcher, hooks_lengthen_steps
 from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
+from ebbtide.runtime.hardware.launcher import world_size
+from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import Workload
 
 
@@ -17,7 +19,8 @@ def profile_engine(
     their forward times. The time that DeepSpeed without ebbtide spends in backward on moving gradients is
     measured separately (``stock_backward_extra_s``), so ``backward_s`` is the time that remains under a plan. On
     CUDA the hooks lengthen a step, because they wait for the GPU. The times of the phases therefore come from further
-    steps without these hooks, and the number of measured steps doubles.
+    steps without these hooks, and the number of measured steps doubles. A single rank then trains without DeepSpeed's
+    own hooks on modules for as many steps, as it would under a plan (`Workload.bare`).
 
     Args:
         engine: DeepSpeed engine.
@@ -54,8 +57,12 @@ def steps_needed(iterations: int) -> int:
 
     Args:
         iterations: Number of measured steps. If hooks in the model lengthen a step, as many again are timed without
-            them.
+            them. With a single rank, as many again are timed without DeepSpeed's hooks, after a first one.
     """
+    return _steps_with_hooks(iterations) + (1 + iterations if world_size() == 1 else 0)
+
+
+def _steps_with_hooks(iterations: int) -> int:
     return WARMUP_STEPS + (1 + hooks_lengthen_steps()) * iterations
 
 
@@ -73,23 +80,30 @@ class SampledProfile:
         check_engine(engine)
         self._engine = engine
         self._traces: list[Trace] = []
+        self._without = _WithoutHooks(engine)
 
-    def step(self, *batch: Any) -> Any:
+    def step(self, *batch: Any, bare: bool = False) -> Any:
         """Run one training step of a DeepSpeed engine on a batch while the profile measures it, and return the model's
         loss.
 
         The model itself must return its loss. On CUDA every second step is measured without hooks in the model, so
         that its time is not lengthened.
+
+        Args:
+            bare: True to measure the step without DeepSpeed's hooks on modules, if a plan would take them off. The next
+                two steps with these hooks take longer, because DeepSpeed records the order of modules anew.
         """
-        hooks = _hooks_for(self._engine, self._traces)
+        bare = bare and self._without.begin()
+        hooks = _hooks_for(self._engine, self._traces, bare=bare)
         try:
             hooks.begin()
             loss = self._engine(*batch)
             self._engine.backward(loss)
             hooks.timed("step", self._engine.step)
-            self._traces.append(hooks.end())
+            self._traces.append(_ended(hooks, bare=bare))
         finally:
             hooks.remove()
+            self._without.end()
         return loss
 
     def workload(self) -> Workload:
@@ -100,8 +114,8 @@ class SampledProfile:
         Raises:
             ValueError: No step was profiled.
         """
-        check_iterations(len(self._traces))
-        return workload_of(self._engine, self._traces, type(self._engine.module).__name__)
+        check_iterations(sum(not trace.bare for trace in self._traces))
+        return workload_of(self._engine, self._traces, type(self._engine.module).__name__, self._without.gathers)
 
 
 class PassiveProfile:
@@ -119,7 +133,7 @@ class PassiveProfile:
 
     Args:
         engine: DeepSpeed engine.
-        iterations: Number of measured steps. On CUDA, as many steps again are timed without hooks in the model.
+        iterations: Number of measured steps. See `steps_needed` for further ones.
         after_step: Function called after each optimizer step, outside the timed part. Its exceptions reach the
             training loop.
 
@@ -136,6 +150,7 @@ class PassiveProfile:
         self.workload: Workload | None = None
         self.problem: ValueError | None = None
         self._engine, self._after_step = engine, after_step
+        self._iterations, self._without = iterations, _WithoutHooks(engine)
         self._seen = (engine.global_steps, engine.skipped_steps)
         self._kind = type(engine.optimizer)
         self._traces: list[Trace] = []
@@ -153,6 +168,7 @@ class PassiveProfile:
         if self._watcher is not None:
             self._watcher.remove()
             self._watcher = None
+        self._without.end()
         if self._own_step is not None:
             self._engine.step = self._own_step
         else:
@@ -179,39 +195,84 @@ class PassiveProfile:
         if self._watcher is None:
             self.steps += 1
             if self.steps == WARMUP_STEPS:
+                self._check_kind()
+            if self.steps == WARMUP_STEPS or self._without.on:
                 self._watch()
             return
-        trace = self._watcher.end()
+        trace = _ended(self._watcher, bare=self._without.on)
         if not skipped:
             self.steps += 1
             self._traces.append(trace)
-        if self.steps < self.needed:
+        if self.steps == _steps_with_hooks(self._iterations) and self.steps < self.needed and self._without.begin():
+            self._watcher.remove()
+            self._watcher = None  # the first step without DeepSpeed's hooks is not measured
+        elif self.steps < self.needed and (self._without.on or self.steps < _steps_with_hooks(self._iterations)):
             if hooks_lengthen_steps():
                 self._watcher.remove()
-                self._watcher = _hooks_for(self._engine, self._traces)
+                self._watcher = _hooks_for(self._engine, self._traces, bare=self._without.on)
             self._watcher.begin()
-            return
-        self.stop()
-        self.workload = workload_of(self._engine, self._traces, type(self._engine.module).__name__)
+        else:
+            self.stop()
+            self.workload = workload_of(
+                self._engine, self._traces, type(self._engine.module).__name__, self._without.gathers
+            )
 
-    def _watch(self) -> None:
+    def _check_kind(self) -> None:
         if type(self._engine.optimizer) is not self._kind:
             raise ValueError(
                 f"the script must train with DeepSpeed alone while it is profiled, but its "
                 f"optimizer became {type(self._engine.optimizer).__name__}: build the engine with "
                 "deepspeed.initialize, not with ebbtide.initialize"
             )
-        self._watcher = _hooks_for(self._engine, self._traces)
+
+    def _watch(self) -> None:
+        self._watcher = _hooks_for(self._engine, self._traces, bare=self._without.on)
         self._watcher.begin()
 
 
-def _hooks_for(engine: Any, traces: list[Trace]) -> PhaseHooks:
+class _WithoutHooks:
+    """A switch that takes DeepSpeed's hooks on modules off an engine, where a plan would do so.
+
+    Attributes:
+        on: True while the hooks are off.
+        gathers: The engine's gathers of parameters, as read from DeepSpeed before the hooks were off.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.on = engine, False
+        self.gathers: Gathered | None = None
+
+    def begin(self) -> bool:
+        from ebbtide.runtime.zero.checks import private
+        from ebbtide.runtime.zero.one_rank.alone import take_hooks_off
+
+        self.gathers = private.gathers(self._engine.optimizer) or self.gathers
+        self.on = take_hooks_off(self._engine)
+        return self.on
+
+    def end(self) -> None:
+        from ebbtide.runtime.zero.one_rank.alone import put_hooks_back
+
+        if self.on:
+            put_hooks_back(self._engine)
+            self.on = False
+
+
+def _ended(hooks: PhaseHooks, *, bare: bool) -> Trace:
+    trace = hooks.end()
+    trace.bare = bare
+    return trace
+
+
+def _hooks_for(engine: Any, traces: list[Trace], *, bare: bool) -> PhaseHooks:
     """Return the object that measures the next step of a profile, after the steps in ``traces``: a `Watcher` or a
     `PlainTimer`.
 
     A `Watcher` has hooks on the parts of the model. If these hooks lengthen a step, every second step is measured by a
-    `PlainTimer`, which has no such hooks.
+    `PlainTimer`, which has no such hooks. Without DeepSpeed's hooks, only times are measured.
     """
+    if bare and hooks_lengthen_steps():
+        return PlainTimer(engine)
     if hooks_lengthen_steps() and traces and not traces[-1].plain:
         return PlainTimer(engine)
     return Watcher(engine, first=not traces)

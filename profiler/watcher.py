@@ -41,6 +41,7 @@ class Trace:
         plain: True if only the phases and the gradient path were timed, without a wait for the GPU. False if hooks in
             the model also recorded memory and the times of the model's parts. On CUDA these hooks wait for the GPU,
             which lengthens the step.
+        bare: True if DeepSpeed's hooks on modules were off, as under a plan on one rank.
         units: Forward seconds by part of the model, summed over all micro-batches.
         issued_s: CPU seconds to issue the forward passes to the GPU, without waiting for it.
         modules: Number of forward calls of modules with parameters during ``issued_s``.
@@ -54,6 +55,7 @@ class Trace:
     """
 
     plain: bool = False
+    bare: bool = False
     began_s: float = 0.0
     ended_s: float = 0.0
     phase: Phase = "other"

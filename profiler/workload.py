@@ -60,8 +60,11 @@ def check_engine(engine: Any) -> None:
             raise ValueError(f"zero_optimization.{key}.device must be {' or '.join(allowed)}, but got {device}")
 
 
-def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
+def workload_of(engine: Any, traces: list[Trace], name: str, gathers: Gathered | None = None) -> Workload:
     """Build a workload (the planner's description of a training job) from recorded steps of a DeepSpeed engine.
+
+    Args:
+        gathers: The engine's gathers of parameters. None: DeepSpeed is asked for them.
 
     Raises:
         ValueError: A recorded step had no forward or no backward.
@@ -69,6 +72,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     from ebbtide.runtime.zero.checks import private
 
     _check_phases(traces)
+    bare, traces = [t for t in traces if t.bare], [t for t in traces if not t.bare]
     plain, traces = [t for t in traces if t.plain], [t for t in traces if not t.plain]
     timed = plain or traces
     optimizer = engine.optimizer
@@ -77,8 +81,12 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     own_s = 0.0 if torch.cuda.is_available() else _own_gradient_path_s(optimizer, micro)
     backward_s = _backward_s(plain, traces)
     stock_extra_s = max(0.0, _median(t.phases["backward"] for t in timed) - backward_s)
-    gathers = private.gathers(optimizer)
-    layers = _layers(engine, traces, forward_s / micro, (backward_s + own_s) / micro, gathers)
+    gathers = gathers or private.gathers(optimizer)
+    seconds = {"forward_s": forward_s, "backward_s": backward_s + own_s}
+    if bare:
+        seconds["bare_forward_s"] = _median(t.phases["forward"] for t in bare)
+        seconds["bare_backward_s"] = _backward_s([t for t in bare if t.plain], [t for t in bare if not t.plain]) + own_s
+    layers = _layers(engine, traces, {name: s / micro for name, s in seconds.items()}, gathers)
     # The step with the highest peak, because a plan must fit into the memory that is free in each step.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
     times, notes = _phase_times(timed)
@@ -91,9 +99,11 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         live_params=None if gathers is None else gathers.live,
         module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,
         step_issue_s=_median(t.step_issue_s for t in plain) if plain else 0.0,
+        bare_step_issue_s=_median(t.step_issue_s for t in bare) if plain and bare else None,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
-        provenance=f"medians of {len(timed)} steps of a live engine, memory of the fullest of {len(traces)}",
+        provenance=f"medians of {len(timed)} steps of a live engine, memory of the fullest of {len(traces)}"
+        + (f", and {len(bare)} steps without DeepSpeed's hooks on modules" if bare else ""),
         phase_times=times,
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
@@ -141,7 +151,7 @@ def _backward_s(plain: list[Trace], watched: list[Trace]) -> float:
     backward may also wait for earlier copies of gradients. In a watched step, hooks wait for the GPU.
     """
     # Per step, because a disturbance of one step's gradient copies must not be subtracted from another step's backward.
-    times = [_median(t.phases["backward"] - t.gradient_path_s for t in watched)]
+    times = [_median(t.phases["backward"] - t.gradient_path_s for t in watched)] if watched else []
     if plain:
         times.append(_median((t.computed_s or t.phases["backward"]) - t.gradient_path_s for t in plain))
     return max(0.0, min(times))
@@ -244,8 +254,11 @@ def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
 
 
 def _layers(
-    engine: Any, traces: list[Trace], forward_s: float, backward_s: float, gathers: Gathered | None
+    engine: Any, traces: list[Trace], passes: Mapping[str, float], gathers: Gathered | None
 ) -> tuple[Layer, ...]:
+    """Return the layers of a workload. The seconds in ``passes`` (by field name of `Layer`) are divided among them in
+    proportion to their forward times.
+    """
     names = {param: name for name, param in engine.module.named_parameters()}
     unit_names = [name for name, _ in units(engine.module)]
     ordered = [p for group in engine.optimizer.fp16_groups for p in group]
@@ -266,8 +279,7 @@ def _layers(
             Layer(
                 name=owner,
                 params=size,
-                forward_s=forward_s * share,
-                backward_s=backward_s * share,
+                **{name: whole_s * share for name, whole_s in passes.items()},
                 activation_bytes=int(held[owner] * part),
                 **({} if gathers is None else gathers.of_layer(pieces)),
             )

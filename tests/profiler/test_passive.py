@@ -42,8 +42,9 @@ def train(engine, steps, first=0):
 def test_each_step_is_filed_in_its_own_trace(engine):
     """Check that each step's measured time is in the profiler's trace of the same step."""
     profile = PassiveProfile(engine, 3)
-    train(engine, WARMUP_STEPS + 3)
-    assert [trace.phases["step"] > 0 for trace in profile._traces] == [True] * 3
+    train(engine, profile.needed)
+    assert [trace.phases["step"] > 0 for trace in profile._traces] == [True] * 6
+    assert [trace.bare for trace in profile._traces] == [False] * 3 + [True] * 3
     assert profile.workload.phase_times["step"].n == 3
     whole = [trace.ended_s - trace.began_s for trace in profile._traces]
     for trace, iteration_s in zip(profile._traces, whole, strict=True):
@@ -75,16 +76,21 @@ def test_no_iterations_are_refused(engine, iterations):
 
 def test_the_engine_is_left_as_it_was(engine):
     hooks = len(engine.module._forward_hooks), len(engine.module._forward_pre_hooks)
+    of_deepspeed = next(engine.module.parameters()).partition
     profile = PassiveProfile(engine, 1)
     train(engine, WARMUP_STEPS)
     assert {"step", "backward"} <= set(vars(engine))
+    train(engine, 2)
+    assert type(engine.optimizer).__name__ == "Alone", "the last measured step has begun"
     train(engine, 1)
     assert profile.workload is not None
+    assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
+    assert next(engine.module.parameters()).partition is of_deepspeed
     for owner, name in ((engine, "step"), (engine, "backward"), (engine.optimizer, "partition_grads")):
         assert name not in vars(owner)
     assert (len(engine.module._forward_hooks), len(engine.module._forward_pre_hooks)) == hooks
     train(engine, 2)
-    assert profile.steps == WARMUP_STEPS + 1
+    assert profile.steps == WARMUP_STEPS + 3
 
 
 def test_steps_that_the_loss_scaler_skips_are_left_out(engine):
@@ -93,7 +99,7 @@ def test_steps_that_the_loss_scaler_skips_are_left_out(engine):
     engine.skipped_steps += 1  # DeepSpeed counts an overflow in this way
     train(engine, 1)
     assert profile.steps == WARMUP_STEPS
-    train(engine, 2)
+    train(engine, 5)
     assert profile.workload.phase_times["step"].n == 2
 
 
@@ -118,23 +124,26 @@ def test_phases_are_timed_in_steps_that_nothing_lengthens(engine, waiting_hooks)
     profile = PassiveProfile(engine, 2)
     train(engine, WARMUP_STEPS)
     waits = []
-    for number in range(4):
+    for number in range(7):
         before = len(waiting_hooks)
         train(engine, 1, first=number)
         waits.append(len(waiting_hooks) - before)
-    assert profile.steps == profile.needed == WARMUP_STEPS + 4
+    assert profile.steps == profile.needed == WARMUP_STEPS + 7
     # A plain step reads the clock only at its end. Then the record of the next step begins.
-    assert [trace.plain for trace in profile._traces] == [False, True, False, True]
+    assert [trace.plain for trace in profile._traces] == [False, True, False, True, True, True]
+    assert [trace.bare for trace in profile._traces] == [False] * 4 + [True] * 2
     assert waits[1] == 2
-    assert waits[3] == 1
+    assert waits[3:] == [1, 0, 1, 1]
     assert min(waits[0], waits[2]) > 20
-    plain, watched = profile._traces[1::2], profile._traces[::2]
+    plain, watched, bare = profile._traces[1:4:2], profile._traces[:4:2], profile._traces[4:]
     found = profile.workload
     for phase in ("forward", "backward", "step"):
         assert found.phase_times[phase].median == statistics.median(t.phases[phase] for t in plain)
     assert found.forward_s == pytest.approx(found.phase_times["forward"].median)
     assert found.step_issue_s == statistics.median(t.step_issue_s for t in plain)
-    assert all(0 < t.step_issue_s < t.phases["step"] for t in plain)
+    assert found.bare.step_issue_s == statistics.median(t.step_issue_s for t in bare)
+    assert found.bare.forward_s == pytest.approx(statistics.median(t.phases["forward"] for t in bare))
+    assert all(0 < t.step_issue_s < t.phases["step"] for t in plain + bare)
     assert not any(trace.units or trace.memory for trace in plain)
     seconds = {name: statistics.median(t.units[name] for t in watched) for name in watched[0].units}
     named = {layer.name: layer.forward_s for layer in found.layers}
@@ -148,9 +157,9 @@ def test_a_script_must_take_the_steps_of_both_kinds(tmp_path, waiting_hooks, onl
     )
     progress = ProgressFile(tmp_path, 0)
     script = ProfiledScript(tmp_path / "work.json", 3, 0, progress, go_on=False)
-    with pytest.raises(ScriptError, match=r"at least 10 optimizer steps .* but ended after 8"):
+    with pytest.raises(ScriptError, match=r"at least 14 optimizer steps .* but ended after 8"):
         script.run(tmp_path / "train.py", [])
-    assert read_progress(tmp_path)[0].needed == 10
+    assert read_progress(tmp_path)[0].needed == 14
 
 
 def test_single_steps_of_both_kinds_alternate(engine, waiting_hooks):
@@ -273,13 +282,13 @@ def test_evaluation_in_between_does_not_count(engine):
     with torch.no_grad():
         for step in range(3):
             engine(*BATCHES.at(step))
-    train(engine, 1)
+    train(engine, 3)
     assert profile.workload.tokens_per_iteration == 64
 
 
 def test_a_workload_tells_tokens_layers_and_its_peak(engine):
     profile = PassiveProfile(engine, 3)
-    train(engine, WARMUP_STEPS + 3)
+    train(engine, profile.needed)
     found = profile.workload
     assert (found.samples_per_iteration, found.tokens_per_iteration) == (2, 64)
     held = {layer.name: layer.activation_bytes for layer in found.layers}
@@ -296,7 +305,7 @@ def test_what_slows_the_forward_is_counted_in_one_step_alone(engine, monkeypatch
     begin = SavedTensors.begin
     monkeypatch.setattr(SavedTensors, "begin", lambda self: (begun.append(1), begin(self)))
     profile = PassiveProfile(engine, 3)
-    train(engine, WARMUP_STEPS + 3)
+    train(engine, profile.needed)
     assert profile.workload.phase_times["forward"].n == 3
     assert len(begun) == 1
     sampled = SampledProfile(engine)

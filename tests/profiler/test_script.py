@@ -48,7 +48,7 @@ def test_it_is_stopped_as_soon_as_it_is_profiled(profiled, capsys):
     found = Workload.load(profiled(script_of("print(sys.argv[1:])\n" + stopped)))
     assert found.subgroup_size == 20_000
     assert capsys.readouterr().out.strip().splitlines()[-1] == "['--lr', '1']"
-    assert (profiled.progress[0].steps, profiled.progress[0].needed) == (5, 5)
+    assert (profiled.progress[0].steps, profiled.progress[0].needed) == (7, 7)
 
 
 def test_backward_may_be_torchs_own(profiled):
@@ -65,7 +65,7 @@ for step in range(50):
 
 def test_only_rank_0_writes(profiled):
     assert not profiled(script_of(STEPS.format(n=50)), rank=1).exists()
-    assert profiled.progress[0].steps == 5
+    assert profiled.progress[0].steps == 7
 
 
 def test_it_may_go_on_to_its_end(profiled, capsys):
@@ -91,7 +91,7 @@ for step in range(50):
     [
         (
             script_of(STEPS.format(n=3)),
-            r"at least 5 optimizer steps .* \(--iterations\), but ended after 3: nothing was",
+            r"at least 7 optimizer steps .* \(--iterations\), but ended after 3: nothing was",
         ),
         (script_of(""), "but ended after 0"),
         ("print('no engine')", "must train an engine made by deepspeed.initialize, but ended with"),
@@ -108,7 +108,7 @@ def test_a_script_without_a_workload_is_told_why(profiled, text, message):
 
 
 def test_a_failure_after_the_profile_keeps_the_workload(profiled):
-    loop = STEPS.format(n=6) + "raise OSError('disk')"
+    loop = STEPS.format(n=8) + "raise OSError('disk')"
     with pytest.raises(ScriptError, match="was written, but later the script raised OSError: disk"):
         profiled(script_of(loop), go_on=True)
     assert Workload.load(profiled.out).name == "ByteGPT"

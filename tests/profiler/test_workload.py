@@ -10,7 +10,9 @@ from ebbtide.profiler import SampledProfile, profile_engine
 from ebbtide.profiler.watcher import units
 from ebbtide.profiler.workload import _own_gradient_path_s
 
+from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
+from tests.runtime.contract.test_module_hooks import Reads
 from tests.runtime.contract.training import SUBGROUP, start, train
 
 ONE_BLOCK = replace(SIZES["tiny"], layers=1)
@@ -93,16 +95,36 @@ def test_what_a_live_engine_gathers_again(only_rank, reuse):
     engine.destroy()
 
 
-def test_profiling_changes_no_bit(only_rank):
-    plain = start()
-    expected, _ = train(plain, 12)
-    plain.destroy()
-    engine = start()
-    batches, numbers, losses = Batches(2, 32), iter(range(10**6)), []
-    profile_engine(engine, lambda live: losses.append(train_step(live, batches.at(next(numbers)))), 2)
-    losses += train(engine, 12 - len(losses), first=len(losses))[0]
-    engine.destroy()
-    assert torch.equal(torch.stack(losses), torch.stack(expected))
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("options", [{}, {"stage3_param_persistence_threshold": 0, "accumulation": 2}])
+def test_profiling_changes_no_bit(only_rank, recompute, options):
+    """Check the bits of steps with and without DeepSpeed's hooks on modules, and of those after them."""
+
+    def train_on(engine, batches):
+        for tokens in batches:
+            engine.backward(loss := engine(tokens))
+            engine.step()
+            losses.append(loss.detach())
+
+    generator, micro = torch.Generator().manual_seed(1), options.get("accumulation", 1)
+    batches = [torch.randint(0, 64, (2, 12), generator=generator) for _ in range(14 * micro)]
+    states, found = [], []
+    for profiled in (False, True):
+        losses, left = [], iter(batches)
+        torch.manual_seed(0)  # before the model: some of its weights are random
+        engine = start(Reads(recompute), clipping=0.5, micro_batch=2, **options)
+        torch.manual_seed(5)
+        if profiled:
+            work = profile_engine(engine, lambda live, left=left: train_on(live, itertools.islice(left, micro)), 2)
+            assert len(losses) == 9 * micro, "the last three without hooks"
+            assert work.bare.forward_s != work.forward_s
+            assert work.bare.backward_s != work.backward_s
+        train_on(engine, left)
+        states.append(state_of(engine))
+        found.append(torch.stack(losses))
+        engine.destroy()
+    assert torch.equal(*found)
+    assert not differences(*states)
 
 
 def test_single_steps_are_watched_and_those_between_them_are_not(only_rank):
@@ -116,12 +138,14 @@ def test_single_steps_are_watched_and_those_between_them_are_not(only_rank):
     losses = []
     for step in range(6):
         if step % 2:
-            losses.append(profile.step(*batches.at(step)).detach())
+            losses.append(profile.step(*batches.at(step), bare=step == 5).detach())
         else:
             losses.append(train_step(engine, batches.at(step)))
         assert "backward" not in vars(engine), "the profiler's wrappers must be removed"
     workload = profile.workload()
-    assert workload.phase_times["iteration"].n == 3
+    assert workload.phase_times["iteration"].n == 2, "without the step without hooks"
+    assert workload.bare.backward_s > 0
+    assert workload.bare != workload
     assert min(q.median for q in workload.phase_times.values()) > 0
     assert workload.subgroups == tuple(engine.optimizer.fp16_partitioned_groups_flat_numel)
     engine.destroy()

@@ -47,8 +47,8 @@ class Views:
         trace: The modules of the first forward and backward, in order, as DeepSpeed would record them. None before.
     """
 
-    def __init__(self, optimizer: Any, partitions: Partitions, parameters: list[Any]) -> None:
-        self._optimizer, self._partitions, self._parameters = optimizer, partitions, parameters
+    def __init__(self, optimizer: Any, partitions: Partitions | None, parameters: list[Any]) -> None:
+        self._optimizer, self._partitions, self.parameters = optimizer, partitions, parameters
         self.trace: list[torch.nn.Module] | None = None
         self._order: list[torch.nn.Module] = []
         self._held: dict[torch.nn.Module, _Held] = {}
@@ -76,14 +76,15 @@ class Views:
 
     def fits(self) -> bool:
         """Return whether these hooks can be used with the present plan."""
-        optimizer, device = self._optimizer, private.training_device().type
-        executor = optimizer._ebbtide.executor
-        return optimizer.partition_count == 1 and all(
-            private.is_whole(param)
-            and param.ds_tensor.device.type == device
-            and not self._partitions.live_on_host(param, executor)
-            for param in self._parameters
+        device = private.training_device().type
+        return self._optimizer.partition_count == 1 and all(
+            private.is_whole(param) and param.ds_tensor.device.type == device and not self._on_host(param)
+            for param in self.parameters
         )
+
+    def _on_host(self, param: Any) -> bool:
+        assert self._partitions is not None
+        return self._partitions.live_on_host(param, self._optimizer._ebbtide.executor)
 
     def _begin(self) -> None:
         hooks = ModuleHooks.of(self._optimizer)
@@ -96,7 +97,7 @@ class Views:
         before, after = _hooks(self, root)
         hooks.replace(before, after)
         self._hooks = hooks
-        for param in self._parameters:
+        for param in self.parameters:
             self._undo.append(_noticed(param, self._notice))
 
     def end(self) -> None:
@@ -113,7 +114,11 @@ class Views:
         self.stepped()
 
     def _hold(self, params: list[Any]) -> _Held:
-        return _Held(params, self._partitions.subgroups(params))
+        return _Held(params, self._subgroups(params))
+
+    def _subgroups(self, params: list[Any]) -> list[int]:
+        assert self._partitions is not None
+        return self._partitions.subgroups(params)
 
     def _notice(self) -> None:
         self._hidden = True
@@ -138,13 +143,16 @@ class Views:
             self._order.append(module)
 
     def _show(self, held: _Held) -> None:
-        executor = self._optimizer._ebbtide.executor
-        if executor.busy:
-            ends = executor.updates_of(held.subgroups)
-            executor.device.will_wait(ends)
-            executor.device.training_waits(ends)
+        self._wait(held.subgroups)
         if private.show_partitions(self._optimizer, held.params):
             self._shown[id(held.params[0])] = held
+
+    def _wait(self, subgroups: list[int]) -> None:
+        executor = self._optimizer._ebbtide.executor
+        if executor.busy:
+            ends = executor.updates_of(subgroups)
+            executor.device.will_wait(ends)
+            executor.device.training_waits(ends)
 
     def gathered(self, params: list[Any]) -> None:
         """Record that other code has gathered parameters, which forward may use."""
@@ -183,7 +191,7 @@ class Views:
         self._hidden = False
 
     def _hide(self, *, small: bool = False) -> None:
-        private.hide_partitions(param for param in self._parameters if small or not param.ds_persist)
+        private.hide_partitions(param for param in self.parameters if small or not param.ds_persist)
         self._hidden = True
 
 

@@ -1,0 +1,83 @@
+"""DeepSpeed's own ZeRO-3 optimizer on a single rank without its hooks on modules, so that a profile can time both."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.one_rank.views import Views
+
+
+class Alone(DeepSpeedZeroOptimizer_Stage3):
+    """DeepSpeed's ZeRO-3 optimizer with what a plan spares one rank: hooks on modules, and collectives of one rank.
+
+    Gradients reach host memory, and updates run, as under DeepSpeed alone. Results are bit-identical.
+    """
+
+    _alone: "_Views"
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - DeepSpeed's private method
+        self, params: list[Any], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        gradients = private.own_sums(self, params, dtype)
+        if gradients is None:
+            return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, dtype)
+        return gradients
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_epilogue(*args, **kwargs)
+        self._alone.backward_ends()
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        if not self.offload_optimizer:
+            return super()._get_norm_groups()
+        norms = {key: float(norm) for key, norm in self.norm_for_param_grads.items()}
+        return [private.group_norm(self, group, norms) for group in self.fp16_groups]
+
+    def _partition_all_parameters(self) -> None:
+        private.release_all(self, self._alone.parameters)
+        self._alone.stepped()
+
+
+def take_hooks_off(engine: Any) -> bool:
+    """Train with DeepSpeed alone, but without its hooks on modules, until `put_hooks_back`. Return whether that is so.
+
+    It cannot be so with several ranks, with parameters in host memory, or with a DeepSpeed that was not tested. Call
+    this function between two steps.
+    """
+    optimizer = engine.optimizer
+    if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or not private.only_rank(optimizer):
+        return False
+    views = _Views(optimizer, [param for param in engine.module.parameters() if hasattr(param, "ds_id")])
+    views.choose()
+    if views.on:
+        optimizer._alone, optimizer.__class__ = views, Alone
+    return views.on
+
+
+def put_hooks_back(engine: Any) -> None:
+    """Undo `take_hooks_off`. DeepSpeed then records the order of modules anew, which lengthens the next step."""
+    optimizer = engine.optimizer
+    optimizer.__class__ = DeepSpeedZeroOptimizer_Stage3
+    optimizer._alone.end()
+    del optimizer._alone
+
+
+class _Views(Views):
+    """The views of a rank whose parameters no update writes outside of ``step()``."""
+
+    def __init__(self, optimizer: Any, parameters: list[Any]) -> None:
+        super().__init__(optimizer, None, parameters)
+        self.trace = []  # DeepSpeed's order of modules is known
+
+    def _on_host(self, param: Any) -> bool:
+        del param
+        return False
+
+    def _subgroups(self, params: Iterable[Any]) -> list[int]:
+        del params
+        return []
+
+    def _wait(self, subgroups: list[int]) -> None:
+        pass
