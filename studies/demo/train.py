@@ -28,7 +28,9 @@ FIRST_STEPS = steps_needed(3)  # DeepSpeed's steps after the warm-up are profile
 # Steps of a turn. The first step of a turn is not counted: caches are cold, threads sleep, and the updates of the
 # previous turn have ended, so that nothing overlaps. Turns are short and many, so that a change in the load of the
 # machine affects both sides equally.
-TURN_STEPS = 3
+# DeepSpeed's side is timed, profiled, and profiled without DeepSpeed's hooks on modules, as a plan runs. After the last
+# kind, DeepSpeed records the order of modules anew, which lengthens its next step.
+TURN_STEPS = 5
 # The gradients of an untrained model are large. With a limit of 1.0, all of the demo's few steps would clip, as the
 # first steps of a real run do.
 CLIPPING = 20.0
@@ -87,20 +89,23 @@ class Training:
             raise FileNotFoundError(f"a committed checkpoint is needed to resume, but {folder} has none")
         self.first = self.next = self.engine.global_steps
 
-    def train(self, steps: int, timed: Iterable[int] = (), profiled: Iterable[int] = ()) -> None:
+    def train(
+        self, steps: int, timed: Iterable[int] = (), profiled: Iterable[int] = (), bare: Iterable[int] = ()
+    ) -> None:
         """Train ``steps`` more steps of this run of the demo.
 
         Args:
             timed: Numbers of the steps whose phases are timed, counted from 0 in this call.
             profiled: Numbers of the steps that are profiled, counted in the same way.
+            bare: Numbers of those that are profiled without DeepSpeed's hooks on modules.
         """
         last = self.next + steps
         for number, step in enumerate(range(self.next, last)):
             batch = Batches(self.model.batch, self.model.sequence).at(step, self.engine.device)
             if number in timed:
                 loss = timed_step(self.engine, batch, self.clock)
-            elif number in profiled and self.profile:
-                loss = self.profile.step(*batch).detach()
+            elif self.profile and (number in profiled or number in bare):
+                loss = self.profile.step(*batch, bare=number in bare).detach()
             else:
                 loss = train_step(self.engine, batch)
             self._losses.append(loss)
@@ -138,17 +143,17 @@ def stock(folder: Path, model: DemoModel) -> None:
 
     The process first profiles some steps and writes ``workload.json``, from which the demo's plan is made. Then it
     pauses before each turn and before it writes the results, so that other processes can train in turn. In each turn,
-    one step is timed and one is profiled. At the end, ``workload.json`` is written again, from the profiled steps of
+    one step is timed and two are profiled. At the end, ``workload.json`` is written again, from the profiled steps of
     all turns. The final predictions for the demo's plans are computed from this file.
     """
     run = Training(model, None)
-    run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))
+    run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS - 4), bare=range(FIRST_STEPS - 3, FIRST_STEPS))
     assert run.profile is not None
     run.profile.workload().save(folder / "workload.json")
     run.profile = SampledProfile(run.engine)
     for _ in range(model.turns):
         pause()
-        run.train(TURN_STEPS, timed=[1], profiled=[2])
+        run.train(TURN_STEPS, timed=[2], profiled=[3], bare=[4])
     pause()
     run.profile.workload().save(folder / "workload.json")
     predict_anew(folder)
