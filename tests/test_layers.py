@@ -33,7 +33,7 @@ MAY_IMPORT = {
 MAY_IMPORT_LAZILY = {
     "simulator": {"simulator"},
     # The private names of DeepSpeed are read in one place, and scripts start through one door.
-    "profiler": {"simulator", "profiler", *LEAVES, "runtime.zero.checks", "runtime.frontdoor"},
+    "profiler": {"simulator", "profiler", *LEAVES, "runtime.zero.checks", "runtime.zero.one_rank", "runtime.frontdoor"},
     "tuner": {"simulator", "profiler", "tuner", "runtime"},
     "runtime": {"simulator", "profiler", "tuner", "runtime"},
     **{leaf: {leaf, CACHE} for leaf in LEAVES},
