@@ -1,7 +1,8 @@
 """GPUs that have no preset: the figures of their data sheets, with which a preset can be told to describe them.
 
-Each figure was found in a copy of NVIDIA's sheet or in a public table of cards (2026-11-29). The A30 (its sheet was not
-found) and the A10G (its tables disagree: 62.5 to 125 Tflop/s) are therefore missing.
+The figures were compared with copies of NVIDIA's sheets and public tables of cards (2026-11-29), except the memory
+bandwidth of the L40 and the A800, and PCIe generations of several cards, which were not found. The A30 (its sheet was
+not found) and the A10G (its tables disagree: 62.5 to 125 Tflop/s) are therefore missing.
 """
 
 from collections.abc import Mapping
