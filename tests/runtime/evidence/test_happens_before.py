@@ -283,7 +283,7 @@ WAITERS = {
     "zero/gathers.py: _before": "readers wait for nothing",
     "zero/collective.py: _launch_together": "a parameter is read before it is copied",
     "zero/stage12.py: _update": "a parameter's first use waits for nothing",
-    "one_rank/views.py: _show": "readers wait for nothing",
+    "one_rank/views.py: _wait": "readers wait for nothing",
     # With one rank, `fetches.py: wait` has made all training streams wait. With several, gloo makes the host wait.
     "checks/coordinator.py: _wait": "",
     "zero/fetches.py: bring": "a parameter is copied to where another is still read",
