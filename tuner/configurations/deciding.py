@@ -23,7 +23,6 @@ def explore(
     space: Space,
     *,
     trials: int = MOST,
-    best: int = 1,
     study: str | None = None,
     progress: Callable[[int, int], object] = lambda *_: None,
 ) -> Answer:
@@ -34,7 +33,6 @@ def explore(
 
     Args:
         trials: Most plan searches. With more configurations to try, the answer is not complete.
-        best: Number of fastest configurations to find.
         study: URL of a database that keeps the search as an Optuna study, such as ``sqlite:///search.db``. What it
             holds of the same question is not evaluated again. None: the study is kept in memory.
         progress: Called with the number of plan searches, and the largest possible number.
@@ -61,7 +59,7 @@ def explore(
     turns = [(-_speed(tried, tried.least_s), number, False) for number, (_, tried) in enumerate(every)]
     heapq.heapify(turns)
     searches = 0
-    while turns and -turns[0][0] > _to_beat(outcomes, best) * (1 + SLACK):
+    while turns and -turns[0][0] > _to_beat(outcomes) * (1 + SLACK):
         bound, number, bounded = heapq.heappop(turns)
         c, tried = every[number]
         if tried.unfit is not None:
@@ -76,7 +74,7 @@ def explore(
         else:
             searches += 1
             progress(searches, trials)
-            least = _to_beat(outcomes, best)
+            least = _to_beat(outcomes)
             outcomes[c] = record.evaluated(c, -bound, partial(_planned, question, c, tried, least))
     left = {}
     for bound, number, _ in turns:
@@ -86,7 +84,7 @@ def explore(
         else:
             left[c] = -bound
     record.leave(left, refused)
-    complete = not any(bound > _to_beat(outcomes, best) * (1 + SLACK) for bound in left.values())
+    complete = not any(bound > _to_beat(outcomes) * (1 + SLACK) for bound in left.values())
     combinations = len(jobs) + refused.total()
     answer = Answer(space, tuple(outcomes.values()), complete, refused, combinations, left=left, trials=record)
     return replace(answer, spread=question.spread(answer.fitting[0])) if answer.fitting else answer
@@ -96,10 +94,9 @@ def _speed(tried: Tried, seconds: float) -> float:
     return (tried.workload.tokens_per_iteration or 0) / seconds
 
 
-def _to_beat(outcomes: dict[Configuration, Outcome], best: int) -> float:
-    """Return the speed that a configuration must exceed to be one of the ``best`` fastest, 0 if any does."""
-    speeds = sorted((o.tokens_per_s for o in outcomes.values() if o.fits), reverse=True)
-    return speeds[best - 1] if len(speeds) >= best else 0.0
+def _to_beat(outcomes: dict[Configuration, Outcome]) -> float:
+    """Return the speed that a configuration must exceed to be the fastest, 0 if any does."""
+    return max((o.tokens_per_s for o in outcomes.values() if o.fits), default=0.0)
 
 
 def _planned(question: Question, c: Configuration, tried: Tried, least: float) -> Outcome:

@@ -33,7 +33,6 @@ class Trials:
     Attributes:
         study: Study of exactly this question. Another question has another study, by its name.
         held: Outcomes of earlier searches that the study holds, by configuration.
-        measured: Measured trials that the study holds, by command and configuration.
     """
 
     def __init__(self, question: Question, space: Space, storage: str | None = None) -> None:
@@ -41,16 +40,10 @@ class Trials:
         self._axes = _axes(space)
         self.study = _opened(question, space, storage, self._sampler)
         self.held = dict[Configuration, Outcome]()
-        self.measured = dict[tuple[str, Configuration], FrozenTrial]()
         for trial in self.study.get_trials(deepcopy=False) if storage is not None else ():
             told = trial.user_attrs
-            if not trial.state.is_finished() or "asked" not in told:
-                continue
-            asked = Configuration(**json.loads(told["asked"]))
-            if told["source"] == "measured":
-                self.measured[told["command"], asked] = trial
-            elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
-                self.held[asked] = self._outcome(told)
+            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "asked" in told:
+                self.held[Configuration(**json.loads(told["asked"]))] = self._outcome(told)
 
     def evaluated(self, c: Configuration, bound: float, ask: Callable[[], Outcome]) -> Outcome:
         """Ask the study for a trial of a configuration, evaluate it, and tell the study its outcome.
@@ -83,19 +76,6 @@ class Trials:
         )
         self.study.add_trial(made)
         return outcome
-
-    def measure(self, c: Configuration, command: str, told: Mapping[str, Any], values: list[float] | None) -> None:
-        """Add a trial for a configuration that was trained on the machine.
-
-        Args:
-            told: What was measured beside what was predicted, or the reason that it failed.
-            values: Measured values of `OBJECTIVES`. None: the configuration did not train.
-        """
-        trial = self._asked(c)
-        attributes = {"asked": json.dumps(asdict(c)), "configuration": c.text(), "source": "measured", **told}
-        for name, value in {**attributes, "command": command}.items():
-            trial.set_user_attr(name, value)
-        self.study.tell(trial, values, state=TrialState.FAIL if values is None else None)
 
     def leave(self, left: Mapping[Configuration, float], refused: Mapping[str, int]) -> None:
         """Note in the study what was not tried, with the bound of its speed, and what cannot be simulated."""
