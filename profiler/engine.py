@@ -91,7 +91,7 @@ class SampledProfile:
 
         Args:
             bare: True to measure the step without DeepSpeed's hooks on modules, if a plan would take them off. The next
-                two steps with these hooks take longer, because DeepSpeed records the order of modules anew.
+                step with these hooks takes longer, because DeepSpeed records the order of modules anew.
         """
         bare = bare and self._without.begin()
         hooks = _hooks_for(self._engine, self._traces, bare=bare)

@@ -16,7 +16,7 @@ from ebbtide.runtime.zero.checks.coordinator import (
     slowed,
 )
 from ebbtide.runtime.zero.checks.module_hooks import Hook, ModuleHooks, module_stack
-from ebbtide.runtime.zero.hooks.nodes import applied, through
+from ebbtide.runtime.zero.hooks.nodes import Node, applied, through
 
 
 class LeanHooks:
@@ -110,15 +110,10 @@ def _may_hold_parameters(output: Any) -> bool:
 
 
 def _entered(coordinator: PartitionedParameterCoordinator) -> type[torch.autograd.Function]:
-    class Entered(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: torch.Tensor, use: Use) -> torch.Tensor:
-            ctx.use = use
-            return tensor.detach()
-
+    class Entered(Node):
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            use = ctx.use
+            use: Use = ctx.of
             use.inputs -= 1
             if use.inputs == 0:
                 ends(coordinator, use, forward=False)
@@ -128,15 +123,10 @@ def _entered(coordinator: PartitionedParameterCoordinator) -> type[torch.autogra
 
 
 def _left(coordinator: PartitionedParameterCoordinator) -> type[torch.autograd.Function]:
-    class Left(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: torch.Tensor, use: Use) -> torch.Tensor:
-            ctx.use = use
-            return tensor.detach()
-
+    class Left(Node):
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            use = ctx.use
+            use: Use = ctx.of
             if use.outputs > 0:
                 begins(coordinator, use, forward=False)
                 use.outputs -= 1

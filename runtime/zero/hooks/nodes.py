@@ -16,6 +16,15 @@ def through(value: Any, node: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value if type(value) in _PLAIN else to_tensors(node, value)
 
 
+class Node(torch.autograd.Function):
+    """A node that changes nothing in forward, and keeps what it belongs to (``ctx.of``) for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, of: Any) -> torch.Tensor:
+        ctx.of = of
+        return tensor.detach()
+
+
 def applied(node: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
     """Return the function that adds a node, without torch's checks for the transforms of ``torch.func``."""
     quick: Callable[..., torch.Tensor] = super(torch.autograd.Function, node).apply  # type: ignore[misc]

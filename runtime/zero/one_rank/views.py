@@ -16,7 +16,7 @@ from ebbtide.runtime.zero.checks.module_hooks import (
     own_parameters,
 )
 from ebbtide.runtime.zero.fetches import Partitions
-from ebbtide.runtime.zero.hooks.nodes import applied, through
+from ebbtide.runtime.zero.hooks.nodes import Node, applied, through
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,15 +257,10 @@ def _entering(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _left(views: Views) -> type[torch.autograd.Function]:
-    class Left(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-            ctx.module = module
-            return tensor.detach()
-
+    class Left(Node):
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            views.backward_begins(ctx.module)
+            views.backward_begins(ctx.of)
             return gradient, None
 
     return Left
