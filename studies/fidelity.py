@@ -139,7 +139,7 @@ def measure_many_layers(plans: int, steps: int, seed: int, model: Setting, scale
 
 
 def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[dict[str, Any]]:
-    # Return a list with a row of times per plan. A row has the predicted and the measured iteration time.
+    # Each plan has a row with its predicted and its measured iteration time.
     works: list[Workload] = []
     drawn: list[Plan] = []
     seconds: list[list[float]] = []

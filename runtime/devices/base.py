@@ -59,8 +59,7 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` itself if the GPU can copy from its memory at full speed."""
-        # Otherwise return a copy of the tensor in host memory from which the GPU can.
+        """Return ``tensor`` itself if the GPU can copy from its memory at full speed, or a copy that it can."""
         return tensor
 
     def host_buffers(self) -> list[torch.Tensor]:
@@ -74,9 +73,10 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
-        """Copy a tensor on a lane (a queue of copies in one direction)."""
-        # If ``stream`` is given, this method returns as soon as the copy has been issued to the stream. Otherwise it
-        # returns when the copy is complete.
+        """Copy a tensor on a lane (a queue of copies in one direction).
+
+        With a ``stream``, return as soon as the copy has been issued to the stream, and else when it is complete.
+        """
         del lane, stream
         host.copy(to, source)
 
@@ -119,8 +119,7 @@ class Device:
         return None
 
     def moment(self, stream: Any = None) -> Moment:
-        """Record the end of the work issued to the training stream so far."""
-        # The returned object tells later whether the stream has done this work, and at what time.
+        """Record the end of the work issued to the training stream so far. The result tells later when that was."""
         del stream
         return Moment(time.perf_counter())
 
@@ -131,8 +130,7 @@ class Device:
             self.watched.will_wait(ends)
 
     def training_streams(self) -> list[Any]:
-        """Return the CUDA streams on which forward and backward may read parameters."""
-        # Empty on a device without streams, where the calling thread itself reads the parameters.
+        """Return the CUDA streams on which forward and backward may read parameters. None on other devices."""
         return []
 
     def training_waits(self, ends: Iterable[Completion]) -> None:
@@ -152,8 +150,10 @@ class Device:
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Return a tensor that a background copy can read even after the caller has dropped ``source``."""
-        # The caller may overwrite ``source`` only after `before_reuse`.
+        """Return a tensor that a background copy can read even after the caller has dropped ``source``.
+
+        The caller may overwrite ``source`` only after `before_reuse`.
+        """
         del stream
         return source
 
@@ -168,9 +168,10 @@ class Device:
         """
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``."""
-        # Call this method only on the training thread. On a CUDA device, PyTorch allocates memory for the current
-        # stream of the calling thread.
+        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``.
+
+        Only for the training thread: on CUDA, PyTorch allocates memory for the current stream of the calling thread.
+        """
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:

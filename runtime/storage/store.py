@@ -278,7 +278,7 @@ class ExtentStore:
     def announce(self, subgroups: Collection[int] = ()) -> int:
         """Protect the latest version of the optimizer state on the drives, so that no update overwrites it."""
         # The protection ends when the version is committed or abandoned. Call this before the next update is launched.
-        # It never blocks.
+        # The call never blocks.
         with self._condition:
             return self._versions.announce(subgroups)
 

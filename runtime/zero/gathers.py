@@ -167,9 +167,8 @@ class Gathers:
         self.views.gathered(params)
 
     def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> Fetches | None:
-        # Return handles to wait for. This method itself does not wait for updates of the parameters, because DeepSpeed
-        # also requests parameters that only later modules need. Return None if DeepSpeed has to gather the parameters
-        # itself, immediately.
+        # No update of the parameters is waited for here, because DeepSpeed also requests parameters that only later
+        # modules need. None: DeepSpeed has to gather the parameters itself, immediately.
         own = self._optimizer._ebbtide
         if own.closed:
             return None

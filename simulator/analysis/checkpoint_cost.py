@@ -71,7 +71,7 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
     """Return the number of bytes that one rank writes for a checkpoint."""
-    # They are the parameters in the model's precision, and the optimizer state. State that a plan stores on drives is
+    # Parameters in the model's precision and optimizer state are written. State that a plan stores on drives is
     # not counted, because it is not written again.
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 

@@ -208,8 +208,7 @@ def _class_at(ops: Floats, i: int, lane: int, rates: Floats, machine: Floats, no
 
 @uncounted
 def _ready(i: int, lane: int, notes: _Notes) -> bool:
-    # Return True if all ops have ended that op number ``i`` of a schedule waits for. Otherwise, remember an op that has
-    # not ended.
+    # Op number ``i`` is ready if all ops have ended that it waits for. If one has not, the notes remember it.
     first, last = notes.met[i], notes.after_first[i + 1]
     while first < last and notes.ended[notes.after[first]]:
         first += 1

@@ -17,9 +17,7 @@ ONE_THREAD: tuple[Launcher, ...] = ("torchrun", "accelerate")
 
 
 def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: int) -> int | None:
-    """Return the number of threads that one rank's DeepSpeed uses for updates on the CPU."""
-    # Return None if neither the user nor the launcher sets the number. DeepSpeed then uses all cores that the rank may
-    # use.
+    """Return the number of threads that one rank's DeepSpeed uses for updates on the CPU. None: all that it may use."""
     if omp_threads is None and launcher in ONE_THREAD and ranks_per_node > 1:
         return 1
     return omp_threads

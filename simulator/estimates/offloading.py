@@ -120,7 +120,7 @@ class Offloading:
 
     @property
     def _blocks(self) -> bool:
-        # Return True if DeepSpeed's version is older than 0.19.5. These versions, under ZeRO-3, block the host thread
+        # Versions of DeepSpeed before 0.19.5, under ZeRO-3, block the host thread
         # until gradients have arrived in host memory, and then convert the gradients to fp32 on the CPU. Newer versions
         # convert on the GPU, and backward does not wait for the gradients.
         return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
@@ -140,7 +140,7 @@ class Offloading:
 
     @property
     def _flat_copies(self) -> dict[str, Any]:
-        # Return the options of `build_strategy` for ZeRO-1 or 2 offload. They depend on DeepSpeed's version, and on two
+        # The options of `build_strategy` for ZeRO-1 or 2 offload depend on DeepSpeed's version, and on two
         # settings of the DeepSpeed config: whether host memory is pinned, and whether torch's own Adam updates on the
         # CPU.
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}

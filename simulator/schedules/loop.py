@@ -197,7 +197,7 @@ class TrainingLoop(ABC):
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
-        # Return the op that the next layer's backward waits for, and the last op of the reduction.
+        # The first op is what the next layer's backward waits for, and the second the last op of the reduction.
         waited_for, beside = reduce_parts(self.workload, layer)
         after = self._reduce(layer, waited_for, after)
         return after, self._reduce(layer, beside, after)

@@ -101,7 +101,7 @@ class PauseRule:
     @property
     def clip_rate(self) -> float:
         """Return the fraction of steps that clip or overflow, for the search of a new plan."""
-        # It is the fraction counted in training so far, mixed with an assumed one that weighs as much as
+        # The fraction counted in training so far is mixed with an assumed one that weighs as much as
         # `ASSUMED_STEPS` counted steps.
         return (self.clipped + ASSUMED_CLIP_RATE * ASSUMED_STEPS) / (self.steps + ASSUMED_STEPS)
 

@@ -180,8 +180,7 @@ class Suite:
         return f"{lines[-1][-SHOWN_CHARACTERS:]} (exit status {status}; logs/{name}.stderr)"
 
     def _environment(self) -> dict[str, str]:
-        # Return the environment variables for a training process of the GPU suite. They set one thread per core near
-        # the GPU, as DeepSpeed's documentation advises.
+        # A training process gets one thread per core near the GPU, as DeepSpeed's documentation advises.
         environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "RANK")}
         if not self.emulated:
             from ebbtide.runtime.hardware.cores import near_cores

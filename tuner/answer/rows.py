@@ -209,8 +209,8 @@ def compare(
 def _with_spreads(
     rows: Sequence[Row], machine: Machine, plan: Plan | None, sweep: PlanSweep | None, compile_: Compile
 ) -> list[Row]:
-    # Return the rows with the spreads of the plan, of DeepSpeed alone and of no offload. They also get the row of the
-    # plan and that of DeepSpeed alone, with which they are compared.
+    # The plan, DeepSpeed alone and no offload have spreads. Each row also gets the rows of the plan and of DeepSpeed
+    # alone, with which it is compared.
     known: dict[int, Spread] = {}  # DeepSpeed alone at its best and no offload may be one simulation
 
     def spread_of(row: Row) -> Spread | None:

@@ -24,8 +24,7 @@ Allowed = Any  # an argument of torch.serialization.add_safe_globals: an object,
 
 @cache
 def plain_classes() -> tuple[Allowed, ...]:
-    """Return the classes of objects that a checkpoint may hold when it is loaded."""
-    # They are DeepSpeed's data classes and common types of values in ``client_state``, which only hold data.
+    """Return the classes of objects that a checkpoint may hold when it is loaded. All of them only hold data."""
     return (*_deepspeed_classes(), *_library_classes(), *_numpy_classes())
 
 
