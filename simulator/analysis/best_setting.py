@@ -1,6 +1,7 @@
 """A search for the fastest setting of an offloading strategy, such as Twin-Flow's ratio, that fits into memory."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,6 +13,7 @@ from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, comp
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.schedules.loop import check_passes
@@ -134,6 +136,21 @@ def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
     sweep = sweep.of_plan(plan)
     result = expected(sweep.workload, sweep.machine, plan, sweep.result)
     return Simulated("ebbtide", {"plan": plan}, partial(sweep.memory, plan), result, limits.shortfall(result))
+
+
+def fastest_plan(
+    plans: Iterable[Plan], workload: Workload, machine: Machine, limits: Limits
+) -> tuple[float, Plan] | None:
+    """Return the fastest of those plans that fit a job and its memory, after its iteration time in seconds."""
+    sweeps, best = dict[tuple[int, ...], PlanSweep](), None
+    for plan in plans:
+        with suppress(RuleError):  # for other subgroups, such as those of another number of ranks
+            if plan.subgroups not in sweeps:
+                sweeps[plan.subgroups] = PlanSweep(workload.cut_as(plan), machine)
+            found = under_plan(plan, sweeps[plan.subgroups], limits)
+            if found.fits and (best is None or found.result.iteration_s < best[0]):
+                best = found.result.iteration_s, plan
+    return best
 
 
 def simulated(

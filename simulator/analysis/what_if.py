@@ -6,18 +6,15 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.simulator.analysis.best_setting import best_setting, simulated, under_plan
+from ebbtide.simulator.analysis.best_setting import best_setting, fastest_plan, simulated
 from ebbtide.simulator.analysis.bound import lower_bound
-from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import CHANGEABLE, Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, suggestion
-from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.schedules.strategies import STRATEGIES, stock_offload
 from ebbtide.simulator.workload import Workload
 
@@ -287,28 +284,21 @@ def with_shared_plans(
     """
     plans = list({(p.ways, p.order, p.staging_slots, p.prefetch, p.threads): p for _, p in found if p}.values())
     return [
-        row if own is None or len(plans) == 1 else _fastest(workload, machine, point, (row, own), plans)
-        for point, (row, own) in zip(points, found, strict=False)
+        row if plan is None or len(plans) == 1 else _fastest(workload, machine, point, row, plans)
+        for point, (row, plan) in zip(points, found, strict=False)
     ]
 
 
 def _fastest(
-    workload: Workload, machine: Machine, point: Point, own: tuple[dict[str, Any], Plan], plans: Sequence[Plan]
+    workload: Workload, machine: Machine, point: Point, own: dict[str, Any], plans: Sequence[Plan]
 ) -> dict[str, Any]:
     work, changed = _changed(workload, machine, point)
-    limits, sweeps = _limits(work, changed, point), dict[tuple[int, ...], PlanSweep]()
-    best_s, best = (own[0]["iteration_s"] if own[0]["fits"] else math.inf), own[1]
-    for plan in plans:
-        with suppress(RuleError):  # for other subgroups, such as those of another number of ranks
-            check_plan(plan, work.cut_as(plan))
-            sweep = sweeps.setdefault(plan.subgroups, PlanSweep(work.cut_as(plan), changed))
-            tried = under_plan(plan, sweep, limits)
-            if tried.fits and tried.result.iteration_s < best_s:
-                best_s, best = tried.result.iteration_s, plan
-    if best is own[1]:
-        return own[0]
-    row = _row(work, changed, limits, point, best)
-    return {**row, "lower_bound_s": min(own[0]["lower_bound_s"], row["lower_bound_s"])}
+    limits = _limits(work, changed, point)
+    found = fastest_plan(plans, work, changed, limits)
+    if found is None or (own["fits"] and found[0] >= own["iteration_s"]):
+        return own
+    row = _row(work, changed, limits, point, found[1])
+    return {**row, "lower_bound_s": min(own["lower_bound_s"], row["lower_bound_s"])}
 
 
 def evaluate(

@@ -5,11 +5,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.simulator.analysis.best_setting import under_plan
-from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.analysis.best_setting import fastest_plan
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, worded
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
@@ -43,16 +42,9 @@ class _Point:
     limits: Limits
     freedom: dict[str, Any]
 
-    def seconds(self, plan: Plan) -> float | None:
-        try:
-            found = under_plan(plan, PlanSweep(self.workload.cut_as(plan), self.machine), self.limits)
-        except (PlanError, RuleError):  # for other subgroups, such as those of another number of GPUs
-            return None
-        return found.result.iteration_s if found.fits else None
-
     def best(self, plans: Sequence[Plan]) -> Plan | None:
-        timed = [(seconds, n) for n, plan in enumerate(plans) if (seconds := self.seconds(plan)) is not None]
-        return plans[min(timed)[1]] if timed else None
+        found = fastest_plan(plans, *self._job)
+        return None if found is None else found[1]
 
     def rows(self, plan: Plan | None) -> list[Row]:
         chosen = plan or quick_or_roomiest(*self._job, **self.freedom)
