@@ -106,7 +106,7 @@ class _Automatic:
         device_bytes, host_bytes = map(
             min, zip(*gathered((_free_device_bytes(own.device), free_host_bytes())), strict=True)
         )
-        logger.info("making a plan for this model, which takes a minute the first time: the simulator is compiled")
+        logger.info("making a plan for this model")
         result = attempted(
             lambda: by_the_first(lambda: better_plan(workload, machine, current, device_bytes, host_bytes))
         )

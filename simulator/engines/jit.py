@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +13,34 @@ from typing import Any, TypeVar, cast
 
 from ebbtide.simulator.engines.cache import cache_dir
 from numba import config, njit
+from numba.core import event
 from numba.core.options import DefaultOptions
+
+logger = logging.getLogger("ebbtide")
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Names = dict[str, Any]  # the names that a module defines
 
 # numba's private option. If a later numba renames it, references are counted as usual, which is slower.
 _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_nrt") else {}
+
+
+class _Told(event.Listener):  # type: ignore[misc] # numba has no types
+    """A log message when numba compiles a function of ebbtide, because it is not in the cache on disk."""
+
+    told = False  # once in a process
+
+    def on_start(self, event: Any) -> None:
+        if not self.told and event.data["dispatcher"].py_func.__module__.startswith("ebbtide."):
+            self.told = True
+            # A warning, because Python shows warnings on stderr where no program has configured logging.
+            logger.warning("ebbtide compiles its simulator for this machine, once: 10 to 30 s")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Told())
 
 
 def compiled(function: Function) -> Function:

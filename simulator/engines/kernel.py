@@ -339,7 +339,8 @@ def _events(
     speed = notes.cache_speed
     never = notes.ended.size - 2
     now = device = host = device_top = host_top = 0.0
-    key, unknown, speeds_of, count, slot = 0, 0, _NEVER, 0, 0
+    key, unknown, speeds_of = 0, 0, _NEVER
+    count = slot = np.int64(0)
     while True:
         for lane in range(LANE_COUNT):
             if notes.ended[blocker[lane]]:

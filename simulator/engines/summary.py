@@ -31,11 +31,15 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int, warm_up: int) -> floa
         if ops[i, KIND] == _BACKWARD:
             number = int(ops[i, ITERATION])
             ends[number] = max(ends[number], end_s[i])
-    ends = ends[ends >= 0]
-    if ends.size < 2:
+    count = 0
+    for number in range(iterations):
+        if ends[number] >= 0:
+            ends[count] = ends[number]
+            count += 1
+    if count < 2:
         return -1.0
-    base = warm_up if ends.size > warm_up + 1 else 0
-    return float((ends[-1] - ends[base]) / (ends.size - 1 - base))
+    base = warm_up if count > warm_up + 1 else 0
+    return float((ends[count - 1] - ends[base]) / (count - 1 - base))
 
 
 @compiled
@@ -76,11 +80,12 @@ def summarise(
     summary[:] = 0.0
     if ops.shape[0] == 0:
         return
-    summary[MAKESPAN_S] = end_s.max() - start_s.min()
-    period = _period_s(ops, end_s, iterations, warm_up)
-    summary[ITERATION_S] = period if period >= 0 else summary[MAKESPAN_S]
-    last = 0
+    first_s, last_s, last = np.inf, -np.inf, np.int64(0)
     for i in range(ops.shape[0]):
+        first_s, last_s = min(first_s, start_s[i]), max(last_s, end_s[i])
         if ops[i, KIND] == _STEP_END:
             last = max(last, int(ops[i, ITERATION]))
+    summary[MAKESPAN_S] = last_s - first_s
+    period = _period_s(ops, end_s, iterations, warm_up)
+    summary[ITERATION_S] = period if period >= 0 else summary[MAKESPAN_S]
     _add_phases(ops, start_s, end_s, last, summary)

@@ -3,6 +3,8 @@ functions that it uses have changed.
 """
 
 import importlib.util
+import os
+import subprocess
 import sys
 
 from ebbtide.simulator.engines import jit, kernel
@@ -45,3 +47,22 @@ def test_how_functions_are_compiled_is_part_of_what_is_cached(tmp_path, monkeypa
     other.write_text("# with other options\n")
     monkeypatch.setattr(jit, "__file__", str(other))
     assert jit._built_in(function) != before
+
+
+def test_a_compilation_of_ebbtide_is_told_once_and_one_of_another_program_is_not(tmp_path):
+    own = (
+        "import numpy as np\n"
+        "from ebbtide.simulator.engines.recipe_arrays import totals\n"
+        "for placement in (np.zeros(2, np.int8), np.zeros(2, np.int64)):\n"
+        "    totals(placement, np.ones(2), 2)\n"
+    )
+    other = "import numba\nfrom ebbtide.simulator.engines import jit\nnumba.njit(lambda x: x)(1)\n"
+
+    def told(script):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", script]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr.splitlines()
+
+    assert told(other) == []
+    assert told(own) == ["ebbtide compiles its simulator for this machine, once: 10 to 30 s"]
+    assert told(own) == []
