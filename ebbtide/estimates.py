@@ -286,7 +286,7 @@ def _machine(gpu: str | Path | Machine) -> Machine:
 
 def _rule(optimizer: Any) -> str:
     """Return the simulator's name for a torch optimizer's update rule, such as "adam" for ``torch.optim.AdamW``."""
-    from ebbtide.simulator.update.optimizer import OPTIMIZERS
+    from ebbtide.simulator.optimizer import OPTIMIZERS
 
     kind = optimizer if isinstance(optimizer, str | type) else type(optimizer)
     name = kind if isinstance(kind, str) else kind.__name__

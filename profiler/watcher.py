@@ -14,7 +14,7 @@ from ebbtide.profiler.memory import device_bytes, host_bytes, peak_device_bytes,
 from ebbtide.profiler.tokens import tokens_of
 from ebbtide.profiler.units import units
 from ebbtide.runtime.hardware.background import InterpreterEndsError, native_work
-from ebbtide.simulator.layer import MemoryPoint
+from ebbtide.simulator.workload import MemoryPoint
 
 SAMPLE_EVERY_S = 0.005
 # Methods that DeepSpeed's step runs in Python before its updates. Their time grows with the number of parameters.

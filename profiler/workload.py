@@ -15,11 +15,10 @@ from ebbtide.runtime.hardware.cores import near_cores
 from ebbtide.runtime.hardware.launcher import local_ranks, world_size
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
-from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered
-from ebbtide.simulator.workload import WireDtype, Workload
+from ebbtide.simulator.workload import Layer, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps, and the allocators need two more to settle.
 WARMUP_STEPS = 4

@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import click
-from ebbtide.simulator import plan, plan_schema, prediction
+from ebbtide.simulator import plan
 from ebbtide.simulator.update.order import UpdateOrder
 from ebbtide.simulator.workload import TrainedAs
 from ebbtide.tuner.cli import main
 from pydantic import BaseModel
 
 NOTE = "<!-- Written by scripts/reference.py from the code; a test compares the two. -->\n"
-MODELS = (plan.Plan, plan_schema.WayRun, UpdateOrder, plan.CheckpointPlan, TrainedAs, prediction.Prediction)
+MODELS = (plan.Plan, plan.WayRun, UpdateOrder, plan.CheckpointPlan, TrainedAs, plan.Prediction)
 
 
 def pages() -> dict[str, str]:

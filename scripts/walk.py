@@ -34,7 +34,7 @@ def counted(work: Callable[[], Any]) -> dict[str, int]:
         sys.setprofile(None)
         threading.setprofile(None)
     # Code without a file, such as `<string>`, would have this folder as its own.
-    own = {(os.path.realpath(file), name) for file, name in seen.copy() if os.path.isabs(file)}
+    own = {(os.path.realpath(file), name) for file, name in seen.copy() if not file.startswith("<")}
     outside = tuple(f"{ROOT}{os.sep}{part}" for part in ("tests", ".venv", "scripts"))
     own = {(file, name) for file, name in own if file.startswith(ROOT + os.sep) and not file.startswith(outside)}
     return {"files": len({file for file, _ in own}), "functions": len(own)}

@@ -9,16 +9,14 @@ from ebbtide.simulator.estimates.estimate import workload_from_model
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.presets import preset, preset_names
-from ebbtide.simulator.layer import Layer, MemoryPoint
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, PlanError, Way
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, PlanError, Prediction, Way
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder, Span
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.strategies import STRATEGIES, build_strategy
 from ebbtide.simulator.timeline import MemorySample, Timeline
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import Layer, MemoryPoint, Workload
 
 if TYPE_CHECKING:
     from ebbtide.simulator.engines.reference import simulate

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError, worded
-from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.schedule import Memory
+from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.workload import Workload
 
 UNKNOWN_MARGIN = 0.05  # share of memory that is left free if no profile says how much the peaks vary

@@ -88,6 +88,7 @@ FREE_WHERE_UNIFIED = (OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER
 
 # The use of a byte of memory. "buckets": DeepSpeed's buckets, and memory that a profile cannot explain. "staging":
 # buffers for data that is being copied.
+Memory = Literal["device", "host", "storage"]
 Kind = Literal["parameters", "gradients", "state", "activations", "buckets", "staging"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Held = Mapping[str, Mapping[Kind, int]]  # bytes of one rank, by memory (key of `TIERS`) and use

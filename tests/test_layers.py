@@ -235,27 +235,21 @@ def test_rooms_know_only_what_is_below_them(package):
     assert upward == []
 
 
-# A folder whose modules count as single modules. Together with the modules of `simulator/` they define the simulator's
-# terms.
-NO_ROOM = {"simulator.update"}
-
-
 @pytest.mark.parametrize("package", ["ebbtide", "profiler", "runtime", "simulator", "studies", "tuner"])
 def test_rooms_import_each_other_in_one_direction(package):
     """Check that subpackages and single modules of a package do not import each other in a cycle."""
 
-    def place(module: str) -> str:
-        room = _room(module, package)
-        return module if f"{package}.{room}" in NO_ROOM else room
-
     graph: dict[str, set[str]] = {}
     for module, targets in graph_of_imports().items():
-        if place(module):
-            graph.setdefault(place(module), set()).update({place(t) for t in targets} - {"", place(module)})
+        if room := _room(module, package):
+            graph.setdefault(room, set()).update({_room(target, package) for target in targets} - {"", room})
+    floors: dict[str, int] = {}
     try:
-        list(TopologicalSorter(graph).static_order())
+        for room in TopologicalSorter(graph).static_order():
+            floors[room] = 1 + max((floors[below] for below in graph.get(room, ())), default=0)
     except CycleError as error:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+    assert max(floors.values()) <= MOST_FLOORS
 
 
 def _room(module: str, package: str) -> str:
@@ -274,6 +268,7 @@ def test_every_package_has_modules_and_is_typed():
 
 
 BROAD = ("Exception", "BaseException")
+MOST_FLOORS = 9  # longest chain of imports between the rooms of a package
 MOST_FILES = 16  # most modules in a folder
 MOST_LINES = 55  # most lines of a function's statements
 

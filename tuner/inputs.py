@@ -345,7 +345,7 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
     Raises:
         BadInputError: ``--storage`` is given with ZeRO-1 or ZeRO-2, which cannot keep state on a drive.
     """
-    from ebbtide.simulator.storage import ANY_BYTES
+    from ebbtide.simulator.machine import ANY_BYTES
 
     storage, stage = dict(given), trained.workload.zero_stage
     if storage and stage < 3:

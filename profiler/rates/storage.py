@@ -14,9 +14,9 @@ from pathlib import Path
 
 import xxhash
 from ebbtide.profiler.rates.sampling import Part, doubts, rate, repeat_s, timed_s
+from ebbtide.simulator.machine import StorageRates
 from ebbtide.simulator.plan import BLOCK_BYTES
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.storage import StorageRates
 
 PLANNED_WRITERS = 2  # writers of the runtime's checkpoints (`ebbtide.simulator.plan.CheckpointPlan.writers`)
 DEPTH = 4  # blocks of stored state in flight, in each direction: `ebbtide.runtime.storage.store.DEPTH`

@@ -18,9 +18,9 @@ from ebbtide.runtime.storage.store import DEADLINE_S, ExtentStore
 from ebbtide.runtime.storage.training import checkpoint_of, stands
 from ebbtide.runtime.storage.view import page_aligned
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
+from ebbtide.simulator.optimizer import FP32_BYTES
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.update.holding import kept_steps, slot_elements
-from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
 
 logger = logging.getLogger("ebbtide")

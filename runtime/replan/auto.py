@@ -23,7 +23,7 @@ from ebbtide.runtime.replan.rates import measured_rates, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan, PlanError, Way
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.workload import Workload
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from ebbtide.runtime.devices.passes import Pass
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.replan.rates import measured_rates, with_observed
 from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule, simulate_fast, timeline
-from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.workload import WIRE_BYTES, Workload
+from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
 
 WATCHED_STEPS = 4  # the first step is left out of the results, because it compiles and warms up
 SAME_RATE = 0.02  # relative difference between a simulated and a measured rate that is accepted

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
-from ebbtide.simulator.update.subgroups import cut_flat, pieces_of
+from ebbtide.simulator.subgroups import cut_flat, pieces_of
 
 Cut = tuple[int, int, int]  # (parameter group, offset in its partition, number of elements)
 

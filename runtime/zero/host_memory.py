@@ -10,10 +10,10 @@ from ebbtide.runtime.kernels.own_step import kept_bytes
 from ebbtide.runtime.kernels.rules import RULES, rule_class
 from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.simulator.estimates.deepspeed_keys import at
+from ebbtide.simulator.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from ebbtide.simulator.plan import Placement, Plan, PlanError
-from ebbtide.simulator.update.footprint import held_under
+from ebbtide.simulator.schedules.footprint import held_under
 from ebbtide.simulator.update.holding import Holding, totals
-from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
 
@@ -33,7 +33,7 @@ def needed_bytes(
     stage: int = 3,
     micro_batches: int = 1,
 ) -> int:
-    """Return the bytes of host memory that a plan takes on one rank, by `ebbtide.simulator.update.footprint`.
+    """Return the bytes of host memory that a plan takes on one rank, by `ebbtide.simulator.schedules.footprint`.
 
     Return 0 for a plan that does not list its ``subgroups``, because the sizes of the subgroups are unknown.
     """

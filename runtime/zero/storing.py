@@ -18,8 +18,8 @@ from ebbtide.runtime.storage.pages import StepsPage
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.plan import Plan, Way
-from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.update.steps import HOST_SLOTS
 
 logger = logging.getLogger("ebbtide")

@@ -18,13 +18,13 @@ from ebbtide.simulator.engines.recipe_arrays import HOST_UPDATES, RATES, SLOTS, 
 from ebbtide.simulator.engines.schedule_arrays import build
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.schedule import Memory
+from ebbtide.simulator.schedules.footprint import fetched_elements, footprint_by_kind, moved_out
 from ebbtide.simulator.schedules.tape import record
-from ebbtide.simulator.update.footprint import fetched_elements, footprint_by_kind, moved_out
 from ebbtide.simulator.update.holding import Amounts, ByKind, Footprint, Holding
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import early_limits
 from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
-from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, plain_ways
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray

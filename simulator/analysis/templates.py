@@ -13,12 +13,11 @@ import numpy as np
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule
 from ebbtide.simulator.engines.kernel import Ints
-from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
+from ebbtide.simulator.schedules.footprint import base_by_kind, with_base
 from ebbtide.simulator.schedules.stock_options import PRODUCTS_WAITED_FOR
-from ebbtide.simulator.update.footprint import base_by_kind, with_base
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import Layer, Workload
 
 # Fields that `Template.retimed` replaces, or that no schedule depends on. All other fields are the structure.
 RETIMED_LAYER = ("name", "forward_s", "backward_s", "bare_forward_s", "bare_backward_s", "activation_bytes")

@@ -24,8 +24,8 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
 )
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading_of, plan_obstacle
+from ebbtide.simulator.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.schedules.gathers import GatherRules
-from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
 # Keys that the simulation reads. A note of the answer names the keys that it does not read.

@@ -13,7 +13,7 @@ from itertools import accumulate
 from ebbtide.simulator.estimates.compute import Kernels
 from ebbtide.simulator.estimates.models.blocks import Block
 from ebbtide.simulator.estimates.rank import MODULES_OF_A_LAYER, Rank
-from ebbtide.simulator.update.subgroups import cut_flat
+from ebbtide.simulator.subgroups import cut_flat
 from ebbtide.simulator.workload import Workload
 
 ALIGNMENT_BYTES = 16  # alignment of the beginning of each parameter, if parameter_alignment is given

@@ -17,9 +17,9 @@ from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_thr
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading
+from ebbtide.simulator.optimizer import ADAM
 from ebbtide.simulator.rules import broken, suggestion, worded
 from ebbtide.simulator.schedules.gathers import GatherRules
-from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 

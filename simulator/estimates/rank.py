@@ -11,11 +11,10 @@ from ebbtide.simulator.estimates.collectives import LINK, Links, passed_on, ring
 from ebbtide.simulator.estimates.compute import BACKWARD, FORWARD, Device, Shape, overlapped_s, run_ahead_s
 from ebbtide.simulator.estimates.models.blocks import Block
 from ebbtide.simulator.estimates.rank_sizes import RankSizes, partitions_of
-from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
-from ebbtide.simulator.update.subgroups import cut
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.subgroups import cut
+from ebbtide.simulator.workload import Layer, Workload
 
 # Time in which the host issues a layer's backward without recomputation, divided by that of its forward: one gradient
 # for each input of a product and for each weight, and the hooks of the reduction. On an H200, both bound by the host, a

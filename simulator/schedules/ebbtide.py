@@ -5,9 +5,9 @@ from collections import deque
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.rules import checked
 from ebbtide.simulator.schedule import OpKind, Schedule
+from ebbtide.simulator.schedules.footprint import footprint_by_kind
 from ebbtide.simulator.schedules.loop import ALL_CORES
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
-from ebbtide.simulator.update.footprint import footprint_by_kind
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.order import arrival_order

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ebbtide.simulator.optimizer import FP32_BYTES
 from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.stock import StockLoop
 from ebbtide.simulator.schedules.stock_options import FRESH_PASSES, PAGEABLE_PASSES, StockOptions
-from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
 
 SentBack = Literal["pinned_16_bit", "wide", "fresh_16_bit"]

@@ -1,10 +1,10 @@
 """The schedule builder of training without offload."""
 
+from ebbtide.simulator.optimizer import FP32_BYTES
 from ebbtide.simulator.schedule import Lane, OpKind, Schedule
+from ebbtide.simulator.schedules.footprint import with_base
 from ebbtide.simulator.schedules.loop import TrainingLoop
 from ebbtide.simulator.schedules.stock_options import FP64_BYTES
-from ebbtide.simulator.update.footprint import with_base
-from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.update.steps import Bytes
 
 

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
-from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.schedule import Lane, Memory, OpKind
 from ebbtide.simulator.schedules.buckets import Leavings, bucket_of, in_order
+from ebbtide.simulator.schedules.footprint import fetched_elements, fetched_for
 from ebbtide.simulator.schedules.loop import TrainingLoop
-from ebbtide.simulator.update.footprint import fetched_elements, fetched_for
-from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.workload import Workload
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from ebbtide.simulator.optimizer import ADAM, FP32_BYTES
 from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
+from ebbtide.simulator.schedules.footprint import with_base
 from ebbtide.simulator.schedules.loop import ALL_CORES, TrainingLoop
 from ebbtide.simulator.schedules.stock_options import (
     ADAM_BYTES,
@@ -20,8 +22,6 @@ from ebbtide.simulator.schedules.stock_options import (
     WIDENING_S,
     StockOptions,
 )
-from ebbtide.simulator.update.footprint import with_base
-from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
 from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.workload import Workload
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ebbtide.simulator.optimizer import ADAM, FP32_BYTES
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
 
 # Host memory per parameter, in addition to the optimizer's state.
 HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffer

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from ebbtide.simulator.schedule import Lane, Op, OpKind
+from ebbtide.simulator.schedule import Lane, Memory, Op, OpKind
 from ebbtide.simulator.schedules.loop import check_passes
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
-from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.workload import Workload
 
 RECORDED = 3  # micro-batches that are recorded: the first one, one that may stand for several, and the last one

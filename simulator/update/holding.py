@@ -14,13 +14,13 @@ from itertools import accumulate, compress
 from operator import add, mul
 from typing import Self
 
-from ebbtide.simulator.schedule import KINDS, Kind
-from ebbtide.simulator.update.optimizer import FP32_BYTES, OptimizerState
+from ebbtide.simulator.optimizer import FP32_BYTES, OptimizerState
+from ebbtide.simulator.schedule import KINDS, Kind, Memory
 from ebbtide.simulator.update.recipes import Recipe, slot_limit
 from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
-from ebbtide.simulator.update.tiers import TIERS, Memory, adds_on_device
+from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.update.way import plain_ways
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import Workload, adds_on_device
 
 # Limit for gradients that are being copied from the GPU to the host, which the runtime enforces. At 25 GB/s this is 10
 # ms of copies, which backward need not wait for.

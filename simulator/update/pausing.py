@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-ASSUMED_CLIP_RATE = 0.10  # used if no clip rate is given
+from ebbtide.simulator.workload import ASSUMED_CLIP_RATE
+
 ASSUMED_STEPS = 16  # weight of the assumed rate, in steps, beside the steps counted so far
 ALLOWANCE = 0.005  # fraction of an iteration without early updates that a step may lose on average
 FIRST_BALANCE = 2.0  # number of wrong steps that the balance covers at the start

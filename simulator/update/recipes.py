@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.schedule import Lane, Memory, OpKind
 from ebbtide.simulator.update.steps import (
     HOST_SLOTS,
     PARAMETER_SLOTS,
@@ -27,7 +27,6 @@ from ebbtide.simulator.update.steps import (
     into,
     out_of,
 )
-from ebbtide.simulator.update.tiers import Memory
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from enum import IntFlag, StrEnum
 from typing import Literal, Self
 
+from ebbtide.simulator.optimizer import ADAM, FP32_BYTES
 from ebbtide.simulator.quantity import RateName
-from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
-from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.schedule import Lane, Memory, OpKind
+from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.workload import Workload
 
 Placement = Literal["host", "device", "resident", "stored"]

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import RateName
-from ebbtide.simulator.schedule import Lane
-
-Memory = Literal["device", "host", "storage"]
+from ebbtide.simulator.schedule import Lane, Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +54,3 @@ TIERS: Mapping[Memory, Tier] = {
         out_of=Way(Lane.STORAGE_READ, "storage_read_bytes_per_s"),
     ),
 }
-
-
-def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:
-    """Return True if DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU."""
-    # ZeRO-1 does, because it reduces gradients once per step.
-    return zero_stage == 1 or (zero_stage == 2 and gradient_bytes > wire_bytes)

@@ -24,7 +24,7 @@ from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simu
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import Way
 from ebbtide.simulator.schedules.buckets import bucket_of
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.steps import HOST_SLOTS
 
 WAITED_FOR = (OpKind.GRADIENT_D2H, OpKind.PARAMETER_FETCH)

@@ -28,8 +28,8 @@ from typing import Any
 import ebbtide.runtime
 import torch
 from ebbtide.profiler.rates.storage import measure_drive
+from ebbtide.simulator.machine import StorageRates
 from ebbtide.simulator.plan import Plan, Way
-from ebbtide.simulator.storage import StorageRates
 
 from studies.bench.bits import digest, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ebbtide.simulator.machine import StorageRates
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.storage import StorageRates
 
 STATE_BYTES = 12  # bytes per parameter that each step reads and writes
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ebbtide.runtime import session_of
 from ebbtide.simulator import Machine, Workload, build_schedule, simulate
+from ebbtide.simulator.machine import StorageRates
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.storage import StorageRates
 
 
 def saved_each_step(
@@ -78,9 +78,9 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     The dict has the measured number, and the ratio of the predicted number to the measured one. It also has
     the sizes of all subgroups.
     """
-    from ebbtide.simulator.layer import Layer
-    from ebbtide.simulator.update.footprint import footprint
+    from ebbtide.simulator.schedules.footprint import footprint
     from ebbtide.simulator.update.steps import PARAMETER_SLOTS
+    from ebbtide.simulator.workload import Layer
 
     session = session_of(engine)
     sizes = session.engine.sizes()
@@ -152,7 +152,7 @@ def _iterations_s(work: Workload, plan: Plan, machines: Sequence[Machine]) -> li
 
 
 def _within_limit(work: Workload, machine: Machine, stored: Plan, drive: str, spare_bytes: float) -> Plan:
-    from ebbtide.simulator.update.footprint import footprint
+    from ebbtide.simulator.schedules.footprint import footprint
     from ebbtide.tuner.placements.planning import plan
 
     taken = footprint(work, stored)

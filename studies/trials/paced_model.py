@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from ebbtide.simulator import Layer, Machine, Quantity, Workload
 from ebbtide.simulator.machine import OUT_OF_PLACE
-from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.optimizer import ADAM
 from ebbtide.simulator.workload import ZeroStage
 from torch import nn
 

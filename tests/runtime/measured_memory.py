@@ -19,7 +19,7 @@ import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.replan.observed import observed_workload
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -15,7 +15,7 @@ from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
 from ebbtide.runtime.zero.checks.private import UnsupportedDeepSpeedError
 from ebbtide.runtime.zero.host_memory import check_host_memory, needed_bytes
 from ebbtide.simulator import CheckpointPlan, Plan, PlanError
-from ebbtide.simulator.update.optimizer import OPTIMIZERS
+from ebbtide.simulator.optimizer import OPTIMIZERS
 
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import SUBGROUP, plan_for, start

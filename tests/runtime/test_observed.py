@@ -24,7 +24,7 @@ from ebbtide.runtime.zero.subgroup_size import piece_elements
 from ebbtide.simulator import Machine, OpKind, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.estimate import estimated
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 
 from studies.bench.byte_gpt import SIZES, Batches
 from studies.one_answer.__main__ import _job

@@ -8,7 +8,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.zero.checks.other_steps import differences, recomputes
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import Prediction
 from ebbtide.simulator.workload import TrainedAs
 
 from tests.runtime.contract.training import DEVICES, device_of, plan_for, start

@@ -15,7 +15,7 @@ import torch
 from ebbtide.runtime.kernels.host import host_update
 from ebbtide.runtime.kernels.rule import NO_VECTORS, UnknownRoundingError, vector_width
 from ebbtide.runtime.kernels.rules import RULES, AdamRule, LionRule, fused
-from ebbtide.simulator.update.optimizer import OPTIMIZERS
+from ebbtide.simulator.optimizer import OPTIMIZERS
 
 from tests.runtime.stock_builds import BUILDS, WIDTHS, runs_here, stock_op
 

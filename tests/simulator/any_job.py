@@ -8,7 +8,7 @@ from ebbtide.simulator.analysis.expected import times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines import summary
 from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.update.optimizer import OPTIMIZERS
+from ebbtide.simulator.optimizer import OPTIMIZERS
 from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import EARLY, of_codes, ways
 

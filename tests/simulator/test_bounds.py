@@ -7,7 +7,7 @@ import pytest
 from ebbtide.simulator import Layer, Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound, problem, rough_bound_s
 from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.tuner.placements.decision import QUICK, Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 

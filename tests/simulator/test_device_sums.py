@@ -2,7 +2,7 @@
 
 import pytest
 from ebbtide.simulator import OpKind, Plan, build_schedule, simulate
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES, Holding
 
 from tests.machines import machine, workload

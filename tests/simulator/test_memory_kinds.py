@@ -9,8 +9,8 @@ from ebbtide.simulator import Plan, build_schedule, build_strategy, simulate
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.schedules.footprint import footprint, footprint_by_kind
 from ebbtide.simulator.schedules.strategies import strategies_of
-from ebbtide.simulator.update.footprint import footprint, footprint_by_kind
 
 from tests.machines import machine, random_machine, random_workload, workload
 from tests.simulator.test_tiers import random_plan

@@ -14,7 +14,7 @@ from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.rank import BARE_BACKWARD, BARE_FORWARD, BARE_STEP, ISSUED_BACKWARD, STEP_ISSUE_S
 from ebbtide.simulator.schedule import OpKind
-from ebbtide.simulator.update.subgroups import cut
+from ebbtide.simulator.subgroups import cut
 from ebbtide.simulator.update.way import Way
 from hypothesis import given, settings
 from hypothesis import strategies as st

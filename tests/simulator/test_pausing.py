@@ -9,7 +9,7 @@ import pytest
 from ebbtide.simulator import Plan, simulate
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.pausing import PauseRule, StepTimes
 
 from tests.machines import machine, workload

@@ -11,9 +11,9 @@ import pytest
 from ebbtide.simulator import OpKind, Plan, build_schedule, simulate
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines import summary
-from ebbtide.simulator.update.footprint import footprint, tally
+from ebbtide.simulator.optimizer import ADAM
+from ebbtide.simulator.schedules.footprint import footprint, tally
 from ebbtide.simulator.update.holding import Holding
-from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.order import order_of
 from ebbtide.simulator.update.recipes import RECIPES, Recipe
 from ebbtide.simulator.update.steps import Queue, Wait, into, out_of

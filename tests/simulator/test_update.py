@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 from ebbtide.simulator import OpKind, Plan, PlanError, build_schedule, build_strategy, simulate
-from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
+from ebbtide.simulator.optimizer import ADAM, OPTIMIZERS
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.order import UpdateOrder, compact, issue_order, order_of
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.steps import Queue

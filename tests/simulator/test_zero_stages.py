@@ -24,7 +24,7 @@ from ebbtide.simulator import (
 )
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.estimates.models.architecture import architecture
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 
 from tests.machines import machine, workload
 

@@ -4,9 +4,9 @@ the drive, and how the study compares measured times with lower bounds.
 
 import pytest
 from ebbtide.profiler.rates.storage import duplex_factor
+from ebbtide.simulator.machine import StorageRates
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.storage import StorageRates
 
 from studies.storage_tier.__main__ import DURABLE, _plan, _together, run
 from studies.storage_tier.disk_bound import disk_figures, floor_parts_s, mixed_floor_s

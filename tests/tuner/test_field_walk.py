@@ -27,7 +27,7 @@ from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedule import OpKind
-from ebbtide.simulator.update.footprint import footprint_by_kind
+from ebbtide.simulator.schedules.footprint import footprint_by_kind
 from ebbtide.simulator.update.order import UpdateOrder
 from ebbtide.tuner.answer.report import show_machine, show_plan, show_workload
 from ebbtide.tuner.calibrate.interval import workload_interval_s

@@ -8,7 +8,7 @@ import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import Plan, build_schedule, simulate
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.placements.decision import Question, decide
 

@@ -4,7 +4,7 @@ import ebbtide.tuner
 import pytest
 from ebbtide.simulator import Layer, Plan, Workload
 from ebbtide.simulator.limits import GIB, Limits
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.answer.rows import alternatives, compare

@@ -12,7 +12,7 @@ from ebbtide.simulator.analysis.expected import expected, times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.pausing import ALLOWANCE
 from ebbtide.tuner.answer.rows import compare
 from ebbtide.tuner.quantities import told_seconds

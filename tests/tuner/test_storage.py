@@ -15,8 +15,8 @@ from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.storage import StorageRates, shares
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.machine import StorageRates, shares
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.tuner.candidates.candidate import Candidate, evenly
 from ebbtide.tuner.candidates.moves import CHOICES, STORED, Freedom, choices
 from ebbtide.tuner.placements import locations

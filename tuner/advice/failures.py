@@ -11,8 +11,7 @@ from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_in
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import CheckpointPlan, Plan
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import CheckpointPlan, Plan, Prediction
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.roles import Role
 from ebbtide.tuner.placements.checkpointing import (

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import RATES
 from ebbtide.simulator.plan import Placement
-from ebbtide.simulator.schedule import KINDS
-from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.schedule import KINDS, Memory
 from ebbtide.tuner.answer.roles import BY_KIND, role_of
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.quantities import told_least, told_seconds
@@ -20,8 +19,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
-    from ebbtide.simulator.plan import Plan
-    from ebbtide.simulator.prediction import Prediction
+    from ebbtide.simulator.plan import Plan, Prediction
     from ebbtide.simulator.workload import Workload
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)

@@ -12,8 +12,7 @@ from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
 from ebbtide.simulator.estimates.offloading import Offloading
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan, Way
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import Plan, Prediction, Way
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import build_strategy, stages
 from ebbtide.simulator.workload import Workload

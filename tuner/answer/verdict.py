@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ebbtide.simulator.limits import lacks
-from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.tuner.answer.roles import BEST, SETTING, Role, role_of
 from ebbtide.tuner.quantities import told_seconds
 

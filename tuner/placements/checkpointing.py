@@ -20,8 +20,7 @@ from ebbtide.simulator.analysis.goodput import (
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.quantities import LONGEST_S, told_seconds

@@ -14,7 +14,7 @@ from ebbtide.simulator.analysis.known_bounds import Bounds
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.update.footprint import fetched_elements, moved_out
+from ebbtide.simulator.schedules.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import evenly
 from ebbtide.tuner.candidates.moves import HOST, STORED

@@ -15,8 +15,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import versions
-from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.simulator.rules import checked, worded
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.update.way import SUMMED

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.placements.decision import QUICK, Question, decide, most_micro_batches

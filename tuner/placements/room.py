@@ -7,9 +7,9 @@ import numpy as np
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.update.footprint import fetched_elements, moved_out, slots_within
+from ebbtide.simulator.schedule import Memory
+from ebbtide.simulator.schedules.footprint import fetched_elements, moved_out, slots_within
 from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
-from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate

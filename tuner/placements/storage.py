@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits
-from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.machine import Machine, shares
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.storage import shares
-from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate

@@ -27,8 +27,7 @@ from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.simulator.rules import RuleError, worded
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload

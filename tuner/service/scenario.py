@@ -18,10 +18,9 @@ from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.estimates.offloading import Offloading, offloading, plan_refusal
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Within, within
-from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.machine import ANY_BYTES, Machine
 from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
 from ebbtide.simulator.rules import RuleError, broken, shortened
-from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
 from pydantic import ValidationError

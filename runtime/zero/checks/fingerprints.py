@@ -6,8 +6,8 @@ from typing import get_args
 
 from ebbtide.runtime.execution.session import Session
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.optimizer import OPTIMIZERS
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.update.optimizer import OPTIMIZERS
 from ebbtide.simulator.workload import WireDtype, Workload, ZeroStage
 
 logger = logging.getLogger("ebbtide")

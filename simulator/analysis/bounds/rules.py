@@ -32,11 +32,11 @@ from ebbtide.simulator.analysis.bounds.work import Costs, Resource, Since, work_
 from ebbtide.simulator.analysis.serial import serial
 from ebbtide.simulator.limits import MEMORIES, Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.schedule import Lane
-from ebbtide.simulator.update.footprint import fetches_of_a_step
+from ebbtide.simulator.optimizer import FP32_BYTES
+from ebbtide.simulator.schedule import Lane, Memory
+from ebbtide.simulator.schedules.footprint import fetches_of_a_step
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES, Holding
-from ebbtide.simulator.update.optimizer import FP32_BYTES
-from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.update.way import Way, plain_ways
 from ebbtide.simulator.workload import Workload
 

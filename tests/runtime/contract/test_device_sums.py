@@ -13,13 +13,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from ebbtide.runtime import session_of
 from ebbtide.simulator import build_schedule
-from ebbtide.simulator.layer import Layer
+from ebbtide.simulator.optimizer import ADAM
 from ebbtide.simulator.schedule import OpKind
-from ebbtide.simulator.update.footprint import footprint, tally
+from ebbtide.simulator.schedules.footprint import footprint, tally
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES, Holding
-from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.way import Way
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import Layer, Workload
 
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_windows import Experts, follow

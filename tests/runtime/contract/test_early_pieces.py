@@ -11,9 +11,8 @@ import time
 import pytest
 import torch
 from ebbtide.runtime import session_of
-from ebbtide.simulator.layer import Layer
-from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.schedules.footprint import footprint
+from ebbtide.simulator.workload import Layer, Workload
 
 from studies.bench.bits import differences
 from tests.runtime.contract.test_early_updates import (

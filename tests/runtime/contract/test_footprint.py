@@ -14,13 +14,12 @@ from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
-from ebbtide.simulator.layer import Layer
-from ebbtide.simulator.update.footprint import footprint, moved_out, tally
+from ebbtide.simulator.optimizer import ADAM
+from ebbtide.simulator.schedules.footprint import footprint, moved_out, tally
 from ebbtide.simulator.update.holding import Holding
-from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import Way
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import Layer, Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from studies.trials.paced_device import EmulatedRates, PacedDevice

@@ -15,10 +15,9 @@ from ebbtide.runtime.zero import subgroup_size
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import cuts_at_parameters, subgroups_of
 from ebbtide.simulator import PlanError
-from ebbtide.simulator.layer import Layer
-from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.subgroups import ALIGNMENT
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.schedules.footprint import footprint
+from ebbtide.simulator.subgroups import ALIGNMENT
+from ebbtide.simulator.workload import Layer, Workload
 from ebbtide.tuner.placements.quick import QuickPlan
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,8 +10,7 @@ from ebbtide.runtime import session_of
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator import Plan, PlanError
-from ebbtide.simulator.layer import Layer
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import Layer, Workload
 
 from studies.bench.byte_gpt import ds_config
 from tests.runtime.contract.small_model import SmallModel

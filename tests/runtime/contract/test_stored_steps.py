@@ -21,9 +21,9 @@ from ebbtide.runtime.storage.hulls import list_checkpoints
 from ebbtide.runtime.storage.reader import stored_problems
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import CheckpointPlan, OpKind
-from ebbtide.simulator.update.footprint import tally
+from ebbtide.simulator.optimizer import ADAM
+from ebbtide.simulator.schedules.footprint import tally
 from ebbtide.simulator.update.holding import Holding
-from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.way import Way
 
 from studies.bench.bits import differences

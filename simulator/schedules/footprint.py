@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.schedule import KINDS, Kind
+from ebbtide.simulator.schedule import KINDS, Kind, Memory
 from ebbtide.simulator.update.holding import ByKind, Footprint, Holding, kept_steps, totals
-from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.update.way import Way, plain_ways
-from ebbtide.simulator.workload import BaseKind, Workload
+from ebbtide.simulator.workload import BaseKind, Layer, Workload
 
 # Default number of layers with parameters on the GPU at the same time: the present one and the next one.
 PARAMETER_BUFFERS = 2
