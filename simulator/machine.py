@@ -114,7 +114,7 @@ class Machine(Shown, Page):
         dram_bytes_per_s: Host memory traffic of a triad loop on the whole node, reads plus writes.
         rank_shares: For several numbers of concurrent ranks, the share of each capacity that every rank gets: its speed
             while all ranks run, divided by the speed of one rank that runs alone. For example, the share ``h2d`` is 1
-            if the ranks' copies do not slow each other down. `ebbtide.simulator.engines.rank_shares` estimates the
+            if the ranks' copies do not slow each other down. `ebbtide.simulator.engines.reference` estimates the
             shares for other numbers of ranks.
         other_rates: Bandwidths of a preset's GPUs over NVLink. Their names end with the unit.
         facts: Texts for people: generation and width of the link, NUMA nodes, limits.
@@ -143,7 +143,7 @@ class Machine(Shown, Page):
             measured on another machine is used then.
         writer_s_per_byte: Time in which one core hashes a byte of a checkpoint and hands it to the operating system.
             None if not measured. A value measured on another machine is used then
-            (`ebbtide.simulator.analysis.checkpoint_cost`).
+            (`ebbtide.simulator.analysis.goodput`).
         save_s_per_tensor: Time per tensor until `save_checkpoint` returns, in addition to the wait for updates.
         loop_s: Time per iteration outside forward, backward and step, such as for data and logging.
         unexplained_spread: Difference between calibration runs and their predictions beyond the uncertainty of the

@@ -19,8 +19,10 @@ from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
 from ebbtide.simulator.update.pausing import StepTimes
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.simulator.update.steps import HOST_SLOTS, Placement, Slot
-from ebbtide.simulator.update.way import ParameterLocation, Way
+from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
+from ebbtide.simulator.update.steps import Placement as Placement
+from ebbtide.simulator.update.way import ParameterLocation as ParameterLocation
+from ebbtide.simulator.update.way import Way as Way
 from ebbtide.simulator.workload import TrainedAs, Workload
 from pydantic import (
     Field,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ebbtide.simulator.page import write_whole
-from ebbtide.simulator.schedule import Lane, OpKind, Span, makespan_s
+from ebbtide.simulator.schedule import Lane, OpKind, Schedule, Span, makespan_s
 from ebbtide.simulator.shown import Shown, table
 
 if TYPE_CHECKING:
@@ -221,3 +222,38 @@ def _perfetto_events(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
         used = {"device": sample.device_bytes, "host": sample.host_bytes}
         events.append({"ph": "C", "pid": pid, "name": "memory_bytes", "ts": sample.t_s * 1e6, "args": used})
     return events
+
+
+def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: float) -> tuple[Span, ...]:
+    """Return the chain of ops in a simulated timeline that determines the time from ``from_s`` to ``to_s``.
+
+    Each op of the chain starts when the previous one ends. The previous one is the last to end of all ops for
+    which the op waits: its dependencies, and the previous op of its lane. Slowdown by a shared link or shared
+    memory is not considered.
+
+    Returns:
+        The ops' spans in order of time. Empty if no op ends at ``to_s``.
+    """
+    spans, before = _by_op(schedule, timeline)
+    ends = [op for op, span in enumerate(spans) if abs(span.end_s - to_s) <= 1e-9 * (1 + to_s)]
+    path: list[Span] = []
+    op = min(ends, key=lambda op: spans[op].start_s, default=None)
+    while op is not None and spans[op].end_s > from_s:
+        path.append(spans[op])
+        waited = [*schedule.ops[op].after, *before[op]]
+        op = max(waited, key=lambda other: spans[other].end_s, default=None)
+    return tuple(reversed(path))
+
+
+def _by_op(schedule: Schedule, timeline: Timeline) -> tuple[list[Span], list[list[int]]]:
+    ran: dict[Lane, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        ran[span.lane].append(span)
+    seen: dict[Lane, list[int]] = defaultdict(list)
+    spans: list[Span] = []
+    before: list[list[int]] = []
+    for op in schedule.ops:
+        spans.append(ran[op.lane][len(seen[op.lane])])
+        before.append(seen[op.lane][-1:])
+        seen[op.lane].append(op.id)
+    return spans, before

@@ -4,7 +4,7 @@
     python -m studies.overlap --json overlap-zero-2.json --zero-stage 2
 
 The lower bound is a time that no plan can beat: ``backward + max(forward, U*)``, where ``U*`` is the shortest time in
-which the machine could do all updates (`ebbtide.simulator.analysis.bound`). DeepSpeed, copies and arithmetic are real.
+which the machine could do all updates (`ebbtide.simulator.analysis.bounds`). DeepSpeed, copies and arithmetic are real.
 The duration of each layer, copy and update is given (`studies.trials.emulated_training`). The durations are chosen so
 that neither the CPU alone nor the device alone could update all state within one forward.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator import Machine, Plan, Way, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from rich.progress import track
 
 from studies.bench.bits import differences

@@ -16,7 +16,7 @@ from ebbtide.tuner.lazy_group import Later
 from ebbtide.tuner.quantities import chance, flops_per_s, rate_bytes_per_s
 
 if TYPE_CHECKING:
-    from ebbtide.simulator.estimates.hardware.cards import Card
+    from ebbtide.simulator.estimates.cards import Card
     from ebbtide.simulator.estimates.job import Job, Setting
     from ebbtide.simulator.estimates.offloading import Offloading
     from ebbtide.simulator.machine import Machine
@@ -273,8 +273,7 @@ def read_trained(
         BadInputError: Neither or both of workload and model are given, a file cannot be used, or a flag has no effect.
     """
     from ebbtide.simulator.estimates.estimate import estimated
-    from ebbtide.simulator.estimates.job import Job, settings
-    from ebbtide.simulator.estimates.launchers import started
+    from ebbtide.simulator.estimates.job import Job, settings, started
     from ebbtide.simulator.workload import Workload
 
     if (workload is None) == (model is None):

@@ -1,9 +1,8 @@
 """A comparison between measured and simulated slowdown of two activities (such as a copy and CPU updates) at once."""
 
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES
-from ebbtide.simulator.analysis.checkpoint_cost import WRITE_TRAFFIC, writer_cores
-from ebbtide.simulator.engines.reference import alone_s, capacities, demands
-from ebbtide.simulator.engines.sharing import max_min_speeds
+from ebbtide.simulator.analysis.goodput import WRITE_TRAFFIC, writer_cores
+from ebbtide.simulator.engines.reference import alone_s, capacities, demands, max_min_speeds
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import CheckpointPlan
 from ebbtide.simulator.quantity import Quantity

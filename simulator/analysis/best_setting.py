@@ -7,8 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ebbtide.simulator.analysis.expected import expected
-from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.analysis.many_plans import PlanSweep, peaks_by_kind
 from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -17,8 +16,7 @@ from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.schedules.loop import check_passes
-from ebbtide.simulator.schedules.settings import settings
-from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.schedules.strategies import build_strategy, settings
 from ebbtide.simulator.update.holding import ByKind
 from ebbtide.simulator.workload import Workload
 

@@ -16,7 +16,7 @@ from ebbtide.simulator.engines.kernel import Ints
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.footprint import base_by_kind, with_base
-from ebbtide.simulator.schedules.stock_options import PRODUCTS_WAITED_FOR
+from ebbtide.simulator.schedules.stock import PRODUCTS_WAITED_FOR
 from ebbtide.simulator.workload import Layer, Workload
 
 # Fields that `Template.retimed` replaces, or that no schedule depends on. All other fields are the structure.

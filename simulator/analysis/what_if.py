@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.analysis.best_setting import best_setting, fastest_plan, simulated
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import CHANGEABLE, Machine
 from ebbtide.simulator.plan import Plan

@@ -12,8 +12,7 @@ from typing import Self
 
 import numpy as np
 from ebbtide.simulator.engines import kernel, summary
-from ebbtide.simulator.engines.fair_speeds import CAPACITIES
-from ebbtide.simulator.engines.kernel import Floats, Ints
+from ebbtide.simulator.engines.kernel import CAPACITIES, Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.engines.repeating import repeat
 from ebbtide.simulator.machine import Machine

@@ -3,14 +3,106 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from ebbtide.simulator.engines.rank_shares import rank_share
-from ebbtide.simulator.engines.sharing import max_min_speeds
-from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.rules import checked
 from ebbtide.simulator.schedule import D2H_LANES, FREE_WHERE_UNIFIED, H2D_LANES, Lane, Op, Schedule, Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
+
+
+def max_min_speeds(demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]) -> list[float]:
+    """Return the speeds of ops that run at the same time under max-min fair sharing: a list, from 0 to 1 (full speed).
+
+    All ops speed up together until a capacity is full (progressive filling). The ops that use this capacity
+    keep their speed, and the others continue. See Bertsekas & Gallager, Data Networks, section 6.5.2.
+
+    Args:
+        demands: For each op, the amount of each capacity that it uses at full speed, per second.
+        capacities: Size of each capacity, per second. A capacity that is not named is unlimited.
+    """
+    speeds = [0.0] * len(demands)
+    left = dict(capacities)
+    growing = set(range(len(demands)))
+    while growing:
+        load = _load(demands, growing, left)
+        to_full = [left[name] / load[name] for name in load]
+        step = min([*to_full, *(1.0 - speeds[i] for i in growing)])
+        for i in growing:
+            speeds[i] += step
+        full = set()
+        for name, total in load.items():
+            left[name] -= total * step
+            if left[name] <= 1e-12 * capacities[name]:
+                full.add(name)
+        growing = {
+            i for i in growing if speeds[i] < 1.0 - 1e-12 and not any(demands[i].get(name, 0.0) > 0 for name in full)
+        }
+    return speeds
+
+
+def _load(
+    demands: Sequence[Mapping[str, float]], growing: set[int], capacities: Mapping[str, float]
+) -> dict[str, float]:
+    load: dict[str, float] = {}
+    for i in growing:
+        for name, demand in demands[i].items():
+            if name in capacities and demand > 0:
+                load[name] = load.get(name, 0.0) + demand
+    return load
+
+
+_OF_THE_NODE = ("dram", "storage")  # capacities that all ranks of a node share. The other shares are of links
+
+
+def rank_share(machine: Machine, capacity: ShareName, ranks: int) -> float:
+    """Return the fraction of a single rank's speed that each of several concurrent ranks gets. For one rank: 1.
+
+    The speed is the bandwidth of DRAM, of storage, or of copies between host and GPU. The fraction comes from
+    measurements with several ranks:
+
+    - Between two measured numbers of ranks, the total speed of all ranks is interpolated linearly.
+    - Beyond the largest measured number, the total speed of DRAM or storage stays constant. For copies, each
+      further rank adds as much to the total speed as a rank added between the two largest measured numbers.
+    - If nothing was measured, DRAM and storage are divided equally, and every rank has a link to its GPU of its
+      own.
+
+    The fraction never grows with the number of ranks.
+    """
+    known = _known_shares(machine, capacity)
+    if ranks <= 1 or ranks in known:
+        return known[max(1, ranks)]
+    counts = sorted(known)
+    for fewer, more in pairwise(counts):
+        if ranks < more:
+            pace = (more * known[more] - fewer * known[fewer]) / (more - fewer)
+            return (fewer * known[fewer] + pace * (ranks - fewer)) / ranks
+    most = counts[-1]
+    pace = 0.0 if capacity in _OF_THE_NODE else _last_pace(known, counts)
+    return (most * known[most] + pace * (ranks - most)) / ranks
+
+
+def _known_shares(machine: Machine, capacity: ShareName) -> dict[int, float]:
+    # Measurement noise is removed. A fraction is lowered if it is larger than that of fewer ranks, or if all ranks
+    # together would exceed the capacity of the node.
+    known, least = {1: 1.0}, 1.0
+    for ranks in sorted(machine.rank_shares):
+        measured = machine.rank_shares[ranks].get(capacity)
+        if measured is not None and ranks > 1:
+            whole = 1 / ranks if capacity in _OF_THE_NODE else 1.0
+            least = min(least, measured.median, whole)
+            known[ranks] = least
+    return known
+
+
+def _last_pace(known: Mapping[int, float], counts: Sequence[int]) -> float:
+    if len(counts) < 2:
+        return 1.0
+    fewer, more = counts[-2:]
+    return max(0.0, (more * known[more] - fewer * known[fewer]) / (more - fewer))
+
 
 _COPY_LANES = D2H_LANES | H2D_LANES
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
@@ -22,7 +114,7 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
     Each lane, such as a copy direction, runs its ops one after the other. An op starts when its lane is free and
     all ops that it waits for have ended. Ops that run at the same time share DRAM, the link, the CPU cores, the
-    GPU and storage by max-min fairness (`ebbtide.simulator.engines.sharing`).
+    GPU and storage by max-min fairness (`ebbtide.simulator.engines.reference`).
 
     Args:
         schedule: Result of `build_schedule` or `build_strategy`.

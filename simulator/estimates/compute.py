@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ebbtide.simulator.estimates.hardware.compute_shares import compute_of
 from ebbtide.simulator.estimates.models.blocks import Block, ModelError
+from ebbtide.simulator.estimates.sheets import compute_of
 from ebbtide.simulator.machine import Machine
 
 Kernels = Literal["fused", "eager"]

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ebbtide.simulator.estimates.collectives import Layout
-from ebbtide.simulator.estimates.flat_rank import FlatRank
-from ebbtide.simulator.estimates.hardware.sheets import SHEETS
 from ebbtide.simulator.estimates.job import SELECTIVE_SHARE, Job
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
-from ebbtide.simulator.estimates.rank import Rank
+from ebbtide.simulator.estimates.rank import FlatRank, Rank
+from ebbtide.simulator.estimates.sheets import SHEETS
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import checked
 from ebbtide.simulator.workload import Workload

@@ -13,15 +13,53 @@ from ebbtide.simulator.estimates.deepspeed_config import (
     unread,
 )
 from ebbtide.simulator.estimates.deepspeed_keys import AUTOTP, ZERO, at
-from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading
 from ebbtide.simulator.optimizer import ADAM
 from ebbtide.simulator.rules import broken, suggestion, worded
 from ebbtide.simulator.schedules.gathers import GatherRules
-from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
+from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, Workload, ZeroStage
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+
+# Programs that start a job's ranks. Each gives a rank a number of OpenMP threads, on which DeepSpeed's updates on the
+# CPU run: ``OMP_NUM_THREADS`` if it is set, otherwise the number of cores that the rank may use. `torchrun` sets the
+# variable to 1 if it is unset and a node has more than one rank (``torch/distributed/run.py``). `accelerate launch`
+# starts its ranks by torchrun and does the same (``num_cpu_threads_per_process``). The others do not set it. ebbtide's
+# own updates do not depend on it.
+Launcher = Literal["deepspeed", "torchrun", "accelerate", "srun", "python"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+ONE_THREAD: tuple[Launcher, ...] = ("torchrun", "accelerate")
+
+
+def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: int) -> int | None:
+    """Return the number of threads that one rank's DeepSpeed uses for updates on the CPU. None: all that it may use."""
+    if omp_threads is None and launcher in ONE_THREAD and ranks_per_node > 1:
+        return 1
+    return omp_threads
+
+
+def started(
+    workload: Workload, launcher: Launcher | None = None, omp_threads: int | None = None, clip_rate: float | None = None
+) -> Workload:
+    """Return the workload with other settings of a run: the launcher, with the number of OpenMP threads that it sets,
+    and the fraction of steps that clip.
+
+    The number of threads decides how fast DeepSpeed updates on the CPU.
+
+    Args:
+        launcher: Program that starts the ranks. None: the workload's number of threads stays, unless ``omp_threads``
+            is given.
+        omp_threads: ``OMP_NUM_THREADS`` as set by the user. None: not set.
+        clip_rate: Fraction of steps that clip gradients or overflow. None: the workload's own.
+    """
+    changes: dict[str, float | None] = {}
+    if launcher is not None or omp_threads is not None:
+        changes["stock_threads"] = stock_threads(launcher or "deepspeed", omp_threads, workload.ranks_per_node)
+    if clip_rate is not None:
+        changes["clip_rate"] = clip_rate
+    return workload.model_copy(update=changes) if changes else workload
+
 
 # The setting `offload` of searches and of the web page -> where DeepSpeed keeps optimizer state and parameters.
 OFFLOADS = {

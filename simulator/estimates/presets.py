@@ -11,15 +11,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ebbtide.simulator.estimates.cards import CARDS, Card
 from ebbtide.simulator.estimates.collectives import EFFICIENCY, LINK, PAIR, PCIE_EFFICIENCY
-from ebbtide.simulator.estimates.hardware.cards import CARDS, Card
-from ebbtide.simulator.estimates.hardware.sheet import Sheet
-from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS
+from ebbtide.simulator.estimates.sheets import DOS, SHEETS, Sheet
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, EXPERTS_OF_PRODUCTS, PRESET, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
 from ebbtide.simulator.rules import RuleError, checked, spelled
-from ebbtide.simulator.schedules.stock_options import FRESH_PASSES
+from ebbtide.simulator.schedules.stock import FRESH_PASSES
 
 # Quartiles divided by the median, by the source of a value: a single published run is less certain than several, and
 # the value of a data sheet is an upper limit. `python -m studies.published_runs` checks the resulting intervals.

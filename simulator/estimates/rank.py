@@ -1,20 +1,208 @@
-"""An estimate of one rank in a training job under ZeRO-3: the times of its layers, and the bytes that it receives from
-other nodes.
+"""An estimate of one rank in a training job: its share of the parameters, the times of its layers, the GPU memory that
+it uses, and the bytes that it receives from other nodes.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
-from ebbtide.simulator.estimates.collectives import LINK, Links, passed_on, ring_s
-from ebbtide.simulator.estimates.compute import BACKWARD, FORWARD, Device, Shape, overlapped_s, run_ahead_s
-from ebbtide.simulator.estimates.models.blocks import Block
-from ebbtide.simulator.estimates.rank_sizes import RankSizes, partitions_of
+from ebbtide.simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
+from ebbtide.simulator.estimates.compute import (
+    BACKWARD,
+    EAGER_STORED,
+    FORWARD,
+    STORED_SCORES,
+    STORED_SPLIT,
+    STORED_WHOLE,
+    STORED_WIDER,
+    USUAL_WIDTH,
+    Device,
+    Kernels,
+    Shape,
+    overlapped_s,
+    run_ahead_s,
+)
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.models.blocks import Architecture, Block
+from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
-from ebbtide.simulator.subgroups import cut
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.subgroups import cut, cut_flat
+from ebbtide.simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload
+
+# Number of chunks of a chunked loss: 8 in torchtune. In Liger, the vocabulary divided by the hidden size, so that the
+# logits of a chunk are as large as the input of the output layer (``fused_linear_cross_entropy.py``).
+LOSS_PARTS = 8
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """One rank of a training job under ZeRO-3, with its parameters and the memory that it uses."""
+
+    job: Job
+    machine: Machine
+
+    @property
+    def arch(self) -> Architecture:
+        return self.job.architecture
+
+    @cached_property
+    def layout(self) -> Layout:
+        p = self.job
+        return Layout(self.machine.gpus_per_node, p.data_parallel, p.tensor_parallel, p.pipeline_parallel, p.stage)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens in one micro-batch of one rank of a training job."""
+        return self.job.sequence * self.job.micro_batch
+
+    @cached_property
+    def stage_blocks(self) -> list[Block]:
+        """Return the blocks (embedding, layers, head) of a model in the pipeline stage of the simulated rank.
+
+        The first stage has the embedding, the last stage the head.
+        """
+        p, blocks = self.job, self.arch.blocks()
+        inner = blocks[1:-1]
+        first = p.stage * len(inner) // p.pipeline_parallel
+        last = (p.stage + 1) * len(inner) // p.pipeline_parallel
+        held = inner[first:last]
+        if p.stage == 0:
+            held = [blocks[0], *held]
+        if p.stage == p.pipeline_parallel - 1:
+            held = [*held, blocks[-1]]
+            if self.arch.tied and p.pipeline_parallel > 1:  # the last stage holds a copy of the embedding
+                tied = (self.arch.vocabulary * self.arch.hidden,)
+                held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True), held[-1].flops_per_token)
+        return held
+
+    def partitions(self, block: Block) -> tuple[int, ...]:
+        """Return a tuple of the number of elements that one rank holds of each parameter of a block (such as a layer).
+
+        Tensor parallelism divides parameters first, then ZeRO.
+        """
+        return partitions_of(block.params, block.split, self.job.tensor_parallel, self.job.data_parallel)
+
+    def again(self, block: Block) -> float:
+        """Return the fraction of a block's forward that its backward computes again (activation checkpointing)."""
+        return self.job.recompute_share if self.job.recompute and block.attention else 0.0
+
+    @property
+    def wire(self) -> int:
+        return WIRE_BYTES[self.job.precision]
+
+    def activation_bytes(self, block: Block) -> int:
+        """Return the bytes that the forward of a block (embedding, layer or head) keeps in GPU memory for backward.
+
+        According to Korthikanti et al. (arXiv 2205.05198), a layer keeps s b h (34 + 5 a s / h) bytes, or 2 s b h
+        bytes with recomputation: sequence s, micro-batch b, hidden size h, heads a. Without recomputation, a layer with
+        wider matrices keeps more.
+        """
+        unit = self.tokens * self.arch.hidden * self.wire / 2
+        if block.name == "head":
+            return self._head_bytes(block)
+        if not block.attention:
+            return int(2 * unit)
+        again = self.again(block)
+        inputs = 2 * unit / (self.job.tensor_parallel if self.job.sequence_parallel else 1)
+        return int(again * inputs + (1 - again) * self._stored(unit, block))
+
+    def _head_bytes(self, block: Block) -> int:
+        # With a fused loss, only a part of the logits exists at a time. The memory of the buckets is subtracted,
+        # because it is in use throughout the iteration.
+        logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
+        if self.job.fused_loss:
+            logits /= max(LOSS_PARTS, math.ceil(self.arch.vocabulary / self.arch.hidden))
+        forward = (self.wire + 4 + 4) * logits
+        gradients = self.wire * self.whole_elements(block)
+        backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
+        return int(max(forward, backward) - self.backward_bytes())
+
+    def _stored(self, unit: float, block: Block) -> float:
+        t = self.job.tensor_parallel
+        whole = STORED_WHOLE / t if self.job.sequence_parallel else STORED_WHOLE
+        stored = STORED_SCORES[self.job.kernels]
+        heads_per_hidden = self.arch.heads / self.arch.hidden / t
+        scores = 0.0 if self.job.flash_attention else stored * heads_per_hidden * self.job.sequence
+        widened = EAGER_STORED if self.job.kernels == "eager" else 0
+        wider = max(0.0, block.flops_per_token / 2 / self.arch.hidden**2 - USUAL_WIDTH) * STORED_WIDER[self.job.kernels]
+        return unit * (whole + (STORED_SPLIT + wider) / t + scores + widened)
+
+    def base_bytes(self, blocks: Sequence[Block]) -> int:
+        """Return the bytes of one rank's GPU memory that are in use throughout an iteration, without optimizer state.
+
+        They are for the rank's parameters and gathered parameters, and for DeepSpeed's flat gradient bucket and the
+        gradients that wait for their reduction (`backward_bytes`). With recomputation, they are also for the
+        activations of the last recomputed layer.
+        """
+        held = self.bucket_bytes(self.held_elements(blocks)) + self.backward_bytes()
+        return held + sum(self.base_parts(blocks).values())
+
+    def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
+        """Return the bytes of one rank's GPU memory that are in use throughout an iteration, as a dict by kind.
+
+        The kinds are ``parameters`` and ``activations``. The activations are, with recomputation, those of the last
+        recomputed layer, which stay until the next iteration replaces them. With pipeline stages, they are also those
+        of the other micro-batches whose backward has not run. Gradient buckets are not included.
+        """
+        held = self.held_elements(blocks) + self.gathered_elements(blocks)
+        parts: dict[BaseKind, int] = {"parameters": held * self.wire}
+        unit = self.tokens * self.arch.hidden * self.wire / 2
+        layers = {block.flops_per_token: block for block in blocks if block.attention and self.job.recompute}
+        again = max((int(self._stored(unit, block)) for block in layers.values()), default=0)
+        activations = again + self.waiting_micro_batches * sum(self.activation_bytes(block) for block in blocks)
+        if activations:
+            parts["activations"] = activations
+        return parts
+
+    @property
+    def waiting_micro_batches(self) -> int:
+        """Return how many other micro-batches wait for their backward while a pipeline stage runs one."""
+        # DeepSpeed runs forwards and backwards alternately (1F1B).
+        return min(self.job.pipeline_parallel - self.job.stage, self.job.accumulation) - 1
+
+    def whole_elements(self, block: Block) -> int:
+        """Return the number of a block's parameter elements that all data-parallel ranks hold together."""
+        # Each rank's partition is rounded up, so the number includes padding.
+        return sum(self.partitions(block)) * self.job.data_parallel
+
+    def held_elements(self, blocks: Sequence[Block]) -> int:
+        return sum(sum(self.partitions(block)) for block in blocks)
+
+    def gathered_elements(self, blocks: Sequence[Block]) -> int:
+        """Return an estimate of the largest number of parameter elements that ZeRO-3 has gathered in one rank's GPU
+        memory at a time.
+
+        It is ``stage3_max_live_parameters`` plus the elements of the embedding and the head, which are never released,
+        but not more than all elements of ``blocks``. With a single data-parallel rank it is 0, because the rank's own
+        partition has all parameters.
+        """
+        if self.job.data_parallel == 1:
+            return 0
+        ends = [block for block in blocks if not block.attention]
+        live = self.job.max_live_parameters + self.held_elements(ends) * self.job.data_parallel
+        return min(live, self.held_elements(blocks) * self.job.data_parallel)
+
+    def bucket_bytes(self, held: int) -> int:
+        """Return the bytes of DeepSpeed's flat gradient bucket, which is allocated once."""
+        return self.wire * min(self.job.reduce_bucket_elements, held * self.job.data_parallel)
+
+    def backward_bytes(self) -> int:
+        """Return the bytes of GPU memory that gradients take during backward while they wait for DeepSpeed to reduce
+        them.
+        """
+        blocks = self.stage_blocks
+        largest = max(n for block in blocks for n in self.partitions(block))
+        return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
+
+
+@lru_cache(maxsize=4096)
+def partitions_of(params: tuple[int, ...], split: tuple[bool, ...], tensor: int, data: int) -> tuple[int, ...]:
+    held = (math.ceil(n / tensor) if whole else n for n, whole in zip(params, split, strict=True))
+    return tuple(math.ceil(n / data) for n in held)
+
 
 # Time in which the host issues a layer's backward without recomputation, divided by that of its forward: one gradient
 # for each input of a product and for each weight, and the hooks of the reduction. On an H200, both bound by the host, a
@@ -389,3 +577,150 @@ def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], 
     for block, again in zip(reversed(modules), reversed(recomputed), strict=True):
         played += [*(block if again else ()), *reversed(block)]
     return gathered(played, rules)
+
+
+ALIGNMENT_BYTES = 16  # alignment of the beginning of each parameter, if parameter_alignment is given
+# Time in which the host launches the kernels of a layer's forward: 15 fused kernels or 60 of PyTorch's own, 6 to 10
+# microseconds each.
+ISSUE_S: Mapping[Kernels, float] = {"fused": 0.15e-3, "eager": 0.5e-3}
+START_ALIGNMENT = 2  # elements: alignment of the beginning of each rank's slice (nccl_start_alignment_factor)
+
+
+class FlatRank(Rank):
+    """One rank of a training job under ZeRO-1 or 2, with the estimate of its times and memory.
+
+    A rank has all parameters, and a slice of the optimizer state. DeepSpeed concatenates all parameters of a group, and
+    gives each rank a slice of equal size. Gradients are all-reduced bucket by bucket. Updated parameters are gathered
+    only at the end of a step. The estimate is for the first rank: backward completes the gradients of its layers last,
+    and all ranks wait for it at the gradient norm. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``,
+    DeepSpeedZeroOptimizer.
+    """
+
+    def workload(self) -> Workload:
+        made = super().workload()
+        flat = self._laid_out()
+        size = self.slice_elements(sum(elements for _, elements in flat))
+        counts = [0] * len(made.layers)
+        left = size
+        for layer, elements in flat:
+            counts[layer] += min(left, elements)
+            left -= min(left, elements)
+        others = [
+            0 if self.job.round_robin else whole - own for whole, own in zip(self._whole(flat), counts, strict=True)
+        ]
+        counts[-1] += left  # the padding of the slice is counted with the last layer
+        layers = [
+            layer.model_copy(update={"params": own, "params_of_others": other})
+            for layer, own, other in zip(made.layers, counts, others, strict=True)
+        ]
+        waiting = self.waiting_bytes(made)
+        fields = {
+            "layers": tuple(layers),
+            "subgroups": tuple(cut_flat([size], self.job.sub_group_size)),
+            "parameters": ((size,),),
+            "zero_stage": self.job.zero_stage,
+            "step_gather_s": self.links.gather_s(size * self.job.data_parallel * self.wire, self.layout.ring_in_node),
+            "network_step_gather_bytes": int(self.layout.entering_bytes(made.params * self.wire)),
+            "device_base_bytes": made.device_base_bytes + waiting,
+            "device_base_parts": {**made.device_base_parts, "gradients": waiting},
+        }
+        return Workload.model_validate({**dict(made), **fields})
+
+    def _whole(self, flat: Sequence[tuple[int, int]]) -> list[int]:
+        counts = [0] * len(self.stage_blocks)
+        for layer, elements in flat:
+            counts[layer] += elements
+        return counts
+
+    def _laid_out(self) -> list[tuple[int, int]]:
+        found = [(layer, n) for layer, block in enumerate(self.stage_blocks) for n in self.partitions(block)]
+        if self.job.round_robin:
+            ranks = self.job.data_parallel
+            found = [parameter for rank in range(ranks) for parameter in found[rank::ranks]]
+        if self.job.aligned:
+            step = ALIGNMENT_BYTES // self.wire
+            found = [*((layer, math.ceil(n / step) * step) for layer, n in found[:-1]), found[-1]]
+        return found
+
+    def slice_elements(self, elements: int) -> int:
+        """Return the number of elements in each rank's slice of DeepSpeed's flat buffer for ZeRO-1 and 2."""
+        ranks = self.job.data_parallel
+        return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
+
+    # -- what differs from ZeRO-3 ------------------------------------------------------------
+
+    def issue_s(self, block: Block) -> float:
+        """Return the host's seconds to launch a block's forward under ZeRO-1 or 2, which have no hooks of ZeRO-3."""
+        own = ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
+        return own + self.loop_over_experts_s(block)
+
+    def partitions(self, block: Block) -> tuple[int, ...]:
+        """Return, as a tuple, how many elements of each parameter of a block a rank holds under ZeRO-1 or 2."""
+        tensor = self.job.tensor_parallel
+        return tuple(math.ceil(n / tensor) if split else n for n, split in zip(block.params, block.split, strict=True))
+
+    def whole_elements(self, block: Block) -> int:
+        return sum(self.partitions(block))
+
+    def gathered_elements(self, blocks: Sequence[Block]) -> int:
+        return 0
+
+    def parameters_s(self, block: Block) -> float:
+        return 0.0
+
+    def reduce_s(self, block: Block) -> float:
+        """Return the seconds per micro-batch of reducing (summing) a block's gradients over the ranks.
+
+        ZeRO-1 reduces once per step. The time of this reduction is divided by the number of micro-batches.
+        """
+        size = self.whole_elements(block) * self.job.gradient_bytes
+        once = self.links.all_reduce_s(size, self.layout.ring_in_node)
+        micro = self.job.accumulation if self.job.zero_stage == 1 else 1
+        return once / micro
+
+    @property
+    def reduced_beside(self) -> float:
+        """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward."""
+        return float(self.job.overlaps_comm and self.job.zero_stage > 1)
+
+    def network_bytes(self, block: Block) -> tuple[int, int]:
+        """Return a rank's share of the bytes that enter its node over the network for one block of the model."""
+        size = self.whole_elements(block) * self.job.gradient_bytes
+        return 0, int(2 * self.layout.entering_bytes(size))
+
+    def bucket_bytes(self, held: int) -> int:
+        """Return the bytes of DeepSpeed's gradient bucket and of the flattened copy that is all-reduced, together."""
+        return 2 * self._made_bytes * min(self.job.reduce_bucket_elements, held)
+
+    @property
+    def _made_bytes(self) -> int:
+        return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
+
+    def waiting_bytes(self, made: Workload) -> int:
+        """Return the bytes that gradients add to the GPU memory peak of a backward, because they wait for their
+        reduction.
+
+        The bytes are the sum of two parts. One is a buffer for the largest parameter's gradient. The other depends on
+        the ZeRO stage and on the number of micro-batches:
+
+        - ZeRO-2: the gradients of the rank's slice, but only if they are accumulated in a wider data type than the
+          parameters'.
+        - ZeRO-1 with several micro-batches in a step: all gradients, because they stay until the single reduction of
+          the step. If they are accumulated in a wider data type, they count in both types.
+        - ZeRO-1 with one micro-batch in a step: the peak of gradients and activations together, minus the peak of the
+          activations alone. This is less than all gradients, because backward frees activations while gradients appear.
+        """
+        largest = max(n for block in self.stage_blocks for n in self.partitions(block))
+        buffer = self._made_bytes * largest
+        if self.job.zero_stage > 1:
+            added = self.job.gradient_bytes if self.job.gradient_bytes > self.wire else 0
+            return buffer + added * self.slice_elements(made.params)
+        whole = [self.whole_elements(block) for block in self.stage_blocks]
+        gradients = [self.wire * n for n in whole]
+        wider = self._made_bytes * sum(whole) if self._made_bytes > self.wire else 0
+        if self.job.accumulation > 1:
+            return buffer + sum(gradients) + wider
+        held = [0, *accumulate(layer.activation_bytes for layer in made.layers)]
+        behind = [0, *accumulate(reversed(gradients))]
+        peak = max(before + done for before, done in zip(held, reversed(behind), strict=True))
+        return buffer + max(peak, wider) - held[-1]

@@ -14,8 +14,13 @@ from ebbtide.simulator.optimizer import FP32_BYTES
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.footprint import fetched_for, moved_out
-from ebbtide.simulator.schedules.stock import StockLoop
-from ebbtide.simulator.schedules.stock_options import HOST_GRADIENT_BYTES, PAGEABLE_PASSES, OverflowCheck, StockOptions
+from ebbtide.simulator.schedules.stock import (
+    HOST_GRADIENT_BYTES,
+    PAGEABLE_PASSES,
+    OverflowCheck,
+    StockLoop,
+    StockOptions,
+)
 from ebbtide.simulator.workload import Workload
 
 StateLocation = Literal["cpu", "nvme"]

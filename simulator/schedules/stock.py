@@ -1,29 +1,119 @@
-"""The schedule builder of DeepSpeed's ZeRO-3 offload, and of published improvements on it."""
+"""The schedule builders of DeepSpeed without a plan: ZeRO-3 offload with its published improvements, such as Twin-Flow
+and SuperOffload, the offload of ZeRO-1 and 2, and training without offload.
 
-from collections.abc import Sequence
+The costs of the strategies' work in memory traffic and time, such as for the conversion of gradients to fp32, are those
+of DeepSpeed 0.19.8.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ebbtide.simulator.optimizer import ADAM, FP32_BYTES
 from ebbtide.simulator.quantity import RateName
+from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.footprint import with_base
 from ebbtide.simulator.schedules.loop import ALL_CORES, TrainingLoop
-from ebbtide.simulator.schedules.stock_options import (
-    ADAM_BYTES,
-    FRESH_PASSES,
-    GRADIENT_KERNEL_BYTES,
-    HOST_GRADIENT_BYTES,
-    OVERFLOW_CHECK_BYTES,
-    OVERFLOW_CHECK_S,
-    PAGEABLE_PASSES,
-    PRODUCTS_WAITED_FOR,
-    STOCK_PASS_BYTES,
-    TORCH_ADAM_PASSES,
-    WIDENING_BYTES,
-    WIDENING_S,
-    StockOptions,
-)
 from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.workload import Workload
+
+# Host memory per parameter, in addition to the optimizer's state.
+HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffer
+# DRAM traffic of DeepSpeed's passes in host memory, without the reads and writes of the state: unscaling 8, the
+# gradient that the update reads 4, conversion to 16 bits 8.
+STOCK_PASS_BYTES = 20
+FP64_BYTES = 8
+# Number of times that DRAM is read or written: into the driver's staging buffer, out of it, and by the link.
+PAGEABLE_PASSES = 3
+# The same if unpinned memory was allocated for this copy: the kernel also zeroes its pages, and the cache line that is
+# written is read first.
+FRESH_PASSES = PAGEABLE_PASSES + 2
+WIDENING_BYTES = 10  # DRAM traffic: 2 bytes read, and 4 written after the cache line was read
+# Seconds per element on one thread. PyTorch's check for infinities and NaNs (``isinf``, ``isnan``, each with ``any``)
+# and its conversion of bf16 to fp32 are limited by computation, not by memory. Measured on an AMD EPYC (Zen 5, torch
+# 2.13). Older cores take longer. Conversions of fp16 are limited by memory.
+OVERFLOW_CHECK_S: Mapping[str, float] = {"fp16": 3.6e-9, "bf16": 4.0e-9, "fp32": 4.0e-9}
+WIDENING_S: Mapping[str, float] = {"bf16": 1.6e-9}
+# DRAM traffic of the check per 16-bit element: the buffer is read four times. Its absolute values and two masks are
+# written (after their cache lines were read), and read once.
+OVERFLOW_CHECK_BYTES = 16
+# GPU memory traffic of the kernels after the reductions: the norm in float64 (2 read, 8 written and read), and the
+# conversion to fp32 (2 read, 4 written).
+GRADIENT_KERNEL_BYTES = 18 + 6
+# Backward's matrix products that a parameter's gradient stream waits for, as a share of the three products of its
+# backward. The small kernels of the stream start when the running product ends, so they wait for half a product on
+# average, twice per parameter: before the reduction, and after the copies.
+PRODUCTS_WAITED_FOR = 2 * 0.5 / 3
+# Time of torch's own Adam divided by that of DeepSpeedCPUAdam: PyTorch runs a dozen ops one after the other, two of
+# them into fresh memory. DeepSpeed's documentation says 5 to 7 times (deepspeed.ai/tutorials/zero-offload), and its
+# pull request 735 reports 56 s instead of 8.2 s. One core of an AMD EPYC took 10 times as long (torch 2.13).
+TORCH_ADAM_PASSES = 6
+# DRAM traffic of one update by DeepSpeedCPUAdam: the state, read and written, and the gradient, read.
+ADAM_BYTES = 2 * ADAM.state_bytes + FP32_BYTES
+Updates = Literal["sequential", "interleaved", "with_backward"]
+OverflowCheck = Literal["host", "host_fp16", "device"]
+
+
+@dataclass(frozen=True, slots=True)
+class StockOptions:
+    """The options that distinguish the offload strategies of DeepSpeed's ZeRO-3 from one another.
+
+    Attributes:
+        pinned: True if the host buffers of gradients are pinned. In all versions of ZeRO-3 a gradient is copied three
+            times: to a 16-bit host buffer, back to the GPU, and to an fp32 host buffer. If the buffers are not pinned
+            (the default before DeepSpeed 0.19.5), backward waits for each copy.
+        async_gradients: True if the GPU converts gradients to fp32, and the copies run on the stream of the reductions
+            while backward of the next layers runs (DeepSpeed 0.19.8, and ``part_grads_async`` of Deep Optimizer
+            States). False if training waits for the last copy, and the host converts through newly allocated unpinned
+            memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit GPU tensor to an fp32 host tensor).
+        measured_copies: True to use a profile's time of the copies, if it has one and they are pinned and asynchronous.
+        updates: Order of updates. ``sequential``: one subgroup after the other, with its copies, in the step.
+            ``interleaved``: CPU updates, copies and updates on the GPU run at the same time, in the step.
+            ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the copy of
+            new parameters to the GPU is left for the step.
+        host_ratio: Fraction of the subgroups with state in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps the
+            first subgroups in GPU memory.
+        stride: ``n`` if the GPU updates every ``n``-th of the subgroups in host memory. 0 if it updates none of them.
+        staging_slots: Number of staging buffers. Each is GPU memory for the state of one subgroup.
+        result_copy: True if another process does the CPU updates, so that new masters are copied once more.
+        pageable_parameters: True if parameters are converted into newly allocated unpinned memory and copied from
+            there, as DeepSpeed does for any value of ``pin_memory``.
+        torch_adam: True if torch's own Adam updates on the CPU (``optimizer.params.torch_adam``, or a client's
+            optimizer with ``zero_force_ds_cpu_optimizer`` off) instead of DeepSpeedCPUAdam.
+        overflow_check: Place where ZeRO-3 looks for infinities and NaNs in gradients before the norm. ``device``: on
+            the GPU, while backward runs (DeepSpeed before 0.9.4). ``host``: in the host's 16-bit buffer (0.9.4 to
+            0.11.1). ``host_fp16``: like ``host``, but only for fp16 (since 0.11.2). Source: ``has_overflow`` and
+            ``_overflow_check_and_loss_scale_update`` of ``deepspeed/runtime/zero/stage3.py``.
+    """
+
+    pinned: bool = True
+    async_gradients: bool = True
+    measured_copies: bool = True
+    updates: Updates = "sequential"
+    host_ratio: float = 1.0
+    stride: int = 0
+    staging_slots: int = 1
+    result_copy: bool = False
+    pageable_parameters: bool = True
+    torch_adam: bool = False
+    overflow_check: OverflowCheck = "host_fp16"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.host_ratio <= 1:
+            raise RuleError(
+                "ratio (fraction of the subgroups with optimizer state in host memory) must lie in [0, 1], but got "
+                f"{self.host_ratio}",
+                key="options.ratio",
+            )
+        if not (isinstance(self.stride, int) and self.stride >= 0):
+            raise RuleError(
+                "stride must be 0 (no staged updates) or a whole number >= 1 (every stride-th subgroup "
+                f"is staged to the GPU), but got {self.stride}",
+                key="options.stride",
+            )
+        if self.staging_slots < 1:
+            raise RuleError(f"staging_slots must be >= 1, but got {self.staging_slots}", key="options.staging_slots")
 
 
 class StockLoop(TrainingLoop):
@@ -355,3 +445,166 @@ class StockLoop(TrainingLoop):
         )
         self.written_back.append(back)
         return update
+
+
+SentBack = Literal["pinned_16_bit", "wide", "fresh_16_bit"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatOptions:
+    """The options of DeepSpeed's ZeRO-1 and 2 offload that differ between versions and settings.
+
+    Attributes:
+        pinned: DeepSpeed's ``pin_memory``. If False, each copy uses unpinned memory, and backward waits for it.
+        parameters: Way in which updated parameters are copied to the GPU. ``pinned_16_bit``: converted into a
+            buffer that is pinned if ``pin_memory`` is on (DeepSpeed since 0.17.0, pull request 7309).
+            ``wide``: copied in fp32 (0.14.1 to 0.16, pull request 5301). ``fresh_16_bit``: converted into newly
+            allocated unpinned memory (before 0.14.1).
+        torch_adam: True if torch's own Adam updates on the CPU.
+    """
+
+    pinned: bool = True
+    parameters: SentBack = "pinned_16_bit"
+    torch_adam: bool = False
+
+
+class FlatOffloadLoop(StockLoop):
+    """The simulated training loop of DeepSpeed's ZeRO-1 and 2 with optimizer state in host memory.
+
+    Gradients are converted to fp32 on the GPU and copied to the host once. All updates run on the CPU after the
+    gradient norm, and no other op runs at the same time. The partition of each rank is updated as a whole, copied to
+    the GPU, and gathered by all ranks. Source: ``DeepSpeedZeroOptimizer`` of
+    ``deepspeed/runtime/zero/stage_1_and_2.py``.
+    """
+
+    def __init__(self, workload: Workload, flat: FlatOptions) -> None:
+        self.flat = flat
+        options = StockOptions(
+            pinned=flat.pinned, measured_copies=False, torch_adam=flat.torch_adam, overflow_check="device"
+        )
+        super().__init__(workload.one_subgroup, options)
+
+    def schedule(self, iterations: int, name: str) -> Schedule:
+        """Return the ops appended so far as a schedule, with the host memory in use throughout an iteration.
+
+        That memory holds optimizer state, fp32 gradients and the 16-bit copy of new parameters. With several
+        micro-batches it also holds the sum of their gradients.
+        """
+        w = self.workload
+        crosses = w.gradient_accumulation_steps > 1 and not w.adds_on_device
+        summed = w.grad_bytes_per_param if crosses else 0
+        host: dict[Kind, int] = {
+            "state": w.params * self.state_bytes,
+            "gradients": w.params * (FP32_BYTES + summed),
+            "staging": w.params * w.wire_bytes,
+        }
+        made = super().schedule(iterations, name)
+        return replace(made, held={**made.held, "host": host})
+
+    def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
+        # Before the last micro-batch there are none if the gradient sum stays on the GPU. After the last micro-batch
+        # the sum is copied to the host in fp32. The copies run on the stream of backward.
+        after = self._others_copy(layer, micro_step, after)
+        elements = self.workload.layers[layer].params
+        if not elements:
+            return after
+        size_bytes = elements * self.workload.grad_bytes_per_param
+        moved, crosses = after, not self.workload.adds_on_device
+        if crosses and micro_step > 0:
+            moved = self._move(OpKind.GRADIENT_H2D, size_bytes, layer, moved)
+        if crosses and self.boundary > 0:
+            moved = self._move(OpKind.GRADIENT_D2H, size_bytes, layer, moved)
+        if micro_step == self.boundary:
+            moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)
+        return self._waited_for(layer, moved)
+
+    def _others_copy(self, layer: int, micro_step: int, after: int) -> int:
+        # Each rank owns one slice of DeepSpeed's flat buffer, with consecutive parameters. So a layer's gradients
+        # usually belong to a single rank, the owner. The owner copies them to the host on the stream of its reductions.
+        # All other ranks wait for the owner at the reduction of the next bucket. With ``overlap_comm``, only their
+        # stream of reductions waits, and backward goes on.
+        elements = self.workload.layers[layer].params_of_others
+        width = FP32_BYTES if micro_step == self.boundary else 0
+        if not self.workload.adds_on_device:
+            width += self.workload.grad_bytes_per_param * ((micro_step > 0) + (self.boundary > 0))
+        if not elements * width:
+            return after
+        beside = self.workload.reduced_beside > 0
+        lane = Lane.DEVICE_UPDATE if beside else Lane.COMPUTE
+        rate: RateName = "d2h_bytes_per_s" if self.flat.pinned else "pageable_d2h_bytes_per_s"
+        waits = [after, *self.stream] if beside else [after]
+        return self.out.add(OpKind.GRADIENT_PASS, lane, elements * width, rate, waits, layer=layer)
+
+    def _parameters_to_device(self, subgroup: int, waits: Sequence[int]) -> int:
+        fresh = self.flat.parameters == "fresh_16_bit"
+        pageable = fresh or not self.flat.pinned
+        passes = FRESH_PASSES if fresh else PAGEABLE_PASSES if pageable else 1
+        width = FP32_BYTES if self.flat.parameters == "wide" else self.workload.wire_bytes
+        size = self.sizes[subgroup] * width
+        return self._sent_back(subgroup, waits, size, passes, pageable=pageable)
+
+
+class DeviceLoop(TrainingLoop):
+    """The simulated training loop without offload: all optimizer state is in GPU memory."""
+
+    def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay until the step."""
+        if micro_step > 0:
+            return 0
+        return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
+
+    def gradients(self, layer: int, micro_step: int, after: int) -> None:
+        """Append no ops to the schedule, because gradients stay on the GPU in training without offload."""
+
+    def step(self) -> None:
+        """Append an optimizer step to the schedule: the gradient norm, and the GPU's update of each subgroup.
+
+        Each update includes the conversion of the subgroup's gradients to fp32.
+        """
+        norm = self._norm()
+        ends, adams = [norm], Bytes.of(self.workload).adams
+        summed = self.workload.grad_bytes_per_param
+        for subgroup, size in enumerate(self.sizes):
+            # Gradients are first flattened into a copy and then converted to fp32. Both exist during the conversion.
+            widened = size * (summed + (FP32_BYTES if summed < FP32_BYTES else 0))
+            ends.append(
+                self.out.add(
+                    OpKind.UPDATE_DEVICE,
+                    Lane.DEVICE_UPDATE,
+                    size * adams,
+                    "device_adam_params_per_s",
+                    [norm],
+                    device_share=1.0,
+                    device_alloc_bytes=widened,
+                    device_free_bytes=widened + size * self.workload.grad_bytes_per_param,
+                    subgroup=subgroup,
+                )
+            )
+        self.step_ends(ends)
+
+    def _norm(self) -> int:
+        # DeepSpeed copies each gradient to float64 for the norm.
+        largest = max((n for group in self.workload.parameters for n in group), default=0)
+        return self.out.add(
+            OpKind.NORM,
+            Lane.COMPUTE,
+            self.workload.step_issue_s,
+            after=self.gradients_done,
+            device_alloc_bytes=largest * FP64_BYTES,
+            device_free_bytes=largest * FP64_BYTES,
+        )
+
+    def schedule(self, iterations: int) -> Schedule:
+        """Return a schedule of the ops appended so far.
+
+        The schedule also states the bytes of GPU memory, such as for optimizer state, that are in use throughout an
+        iteration.
+        """
+        w = self.workload
+        return Schedule(
+            ops=tuple(self.out.ops),
+            iterations=iterations,
+            ranks_per_node=w.ranks_per_node,
+            strategy="no_offload",
+            held={"device": with_base(w, {"state": w.params * w.optimizer_state.state_bytes})},
+        )

@@ -1,7 +1,8 @@
 """The offloading strategies that can be simulated, by name: DeepSpeed's own, published improvements, and ebbtide."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
@@ -9,12 +10,38 @@ from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOptions
 from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions
-from ebbtide.simulator.schedules.no_offload import DeviceLoop
-from ebbtide.simulator.schedules.stock import StockLoop
-from ebbtide.simulator.schedules.stock_options import OverflowCheck, StockOptions
+from ebbtide.simulator.schedules.stock import (
+    DeviceLoop,
+    FlatOffloadLoop,
+    FlatOptions,
+    OverflowCheck,
+    StockLoop,
+    StockOptions,
+)
 from ebbtide.simulator.workload import Workload
+
+STEPS = 10  # number of steps in which a share between 0 and 1 is varied
+STRIDES = (2, 3, 4, 5, 6, 8, 10)
+
+
+def settings(name: str, subgroups: int) -> Sequence[Mapping[str, Any]]:
+    """Return the sets of options that a comparison tries for an offloading strategy, as arguments of `build_strategy`.
+
+    A strategy without options has one empty set.
+    """
+    tried: Mapping[str, Sequence[Mapping[str, Any]]] = {
+        "twin_flow": [{"ratio": i / STEPS} for i in range(STEPS + 1)],
+        "deep_optimizer_states": [{"stride": k} for k in STRIDES if k <= max(2, subgroups)],
+        "zero_infinity": [
+            {"optimizer": optimizer, "parameters": parameters, "activations": activations, "pipelined": pipelined}
+            for (optimizer, pipelined), parameters, activations in product(
+                (("cpu", False), ("nvme", False), ("nvme", True)), ("device", "cpu"), ("device", "cpu")
+            )
+        ],
+    }
+    return tried.get(name, [{}])
+
 
 LARGEST_STRIDE = 100  # some published runs have strides larger than their number of subgroups
 

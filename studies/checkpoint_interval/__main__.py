@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 from ebbtide.simulator import Machine, Plan, Way, Workload
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
-from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures
+from ebbtide.simulator.analysis.goodput import CheckpointCost, CheckpointPrice, Failures
 from ebbtide.tuner.placements.checkpointing import Choice, best_checkpointing, rules_of_thumb
 
 from studies.bench.console import publish, study_parser

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from ebbtide.simulator import Placement, Plan, Way, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.roles import SETTING, role_of
 

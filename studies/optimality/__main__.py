@@ -3,7 +3,7 @@
     python -m studies.optimality --json optimality.json
     python -m studies.optimality --json optimality.json --real-models   # and models people train
 
-A plan's gap is the distance of its iteration time to a lower bound (`ebbtide.simulator.analysis.bound`), which no plan
+A plan's gap is the distance of its iteration time to a lower bound (`ebbtide.simulator.analysis.bounds`), which no plan
 can beat. Even the best plan may be slower than the bound. So the plan is at most this gap away from the best plan. For
 workloads with few subgroups, an exhaustive search finds the best plan (`studies.optimality.optimum`), so that the
 distance to it is known. The bound holds for subgroups of any size. So the plans that are compared with it may choose
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from ebbtide.simulator import Machine, Placement, Workload
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.placements.planning import plan
@@ -88,7 +88,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
         "pairs": pairs,
         "seed": seed,
         **_spread(gaps),
-        "gap_to": "the proven lower bound (ebbtide.simulator.analysis.bound)",
+        "gap_to": "the proven lower bound (ebbtide.simulator.analysis.bounds)",
         "pairs_within_2_pct": sum(g <= 2 for g in gaps),
         "pairs_proven_optimal": sum(g <= PROVEN_PCT for g in gaps),
         "seconds_per_plan_median": statistics.median(seconds),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
-from ebbtide.simulator.analysis.bound import problem
+from ebbtide.simulator.analysis.bounds import problem
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import SUMMED

@@ -12,7 +12,7 @@ from typing import Any
 import ebbtide.tuner
 from ebbtide.profiler.rates.adam import host_adam_out_of_place
 from ebbtide.simulator import Plan
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 
 from studies.bench.bits import differences
 from studies.trials.emulated_training import Bench, stock_state

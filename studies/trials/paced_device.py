@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.kernels.step import UpdateStep
-from ebbtide.simulator.engines.sharing import max_min_speeds
+from ebbtide.simulator.engines.reference import max_min_speeds
 from ebbtide.simulator.machine import OUT_OF_PLACE
 from ebbtide.simulator.schedule import D2H_LANES
 from ebbtide.simulator.schedule import Lane as LaneName
@@ -49,7 +49,7 @@ class FluidPacer:
     """A pacer that makes concurrent emulated work last as long as it would on a GPU with given capacities.
 
     Concurrent work shares the capacities by max-min fairness, as in the simulator
-    (`ebbtide.simulator.engines.sharing`). The pacer is thread-safe. Waiting threads sleep.
+    (`ebbtide.simulator.engines.reference`). The pacer is thread-safe. Waiting threads sleep.
     """
 
     def __init__(self, capacities: Mapping[str, float]) -> None:

@@ -5,7 +5,7 @@ and with any option.
 import numpy as np
 import pytest
 from ebbtide.simulator import Layer, Plan, Way, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import lower_bound, problem, rough_bound_s
+from ebbtide.simulator.analysis.bounds import lower_bound, problem, rough_bound_s
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.tuner.placements.decision import QUICK, Question, decide

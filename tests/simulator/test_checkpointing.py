@@ -18,14 +18,17 @@ from ebbtide.simulator import (
     preset,
     workload_from_model,
 )
-from ebbtide.simulator.analysis.checkpoint_cost import (
+from ebbtide.simulator.analysis.goodput import (
     SAVE_S,
+    CheckpointCost,
     CheckpointPrice,
+    Failures,
+    best_interval_steps,
+    expected_goodput,
     gathered_seconds,
     save_seconds,
     streamed_bytes,
 )
-from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.plan import Way
 

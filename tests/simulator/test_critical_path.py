@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 from ebbtide.simulator import build_strategy
-from ebbtide.simulator.analysis.critical_path import critical_path
 from ebbtide.simulator.engines.reference import simulate
 from ebbtide.simulator.schedule import Lane, OpKind, Schedule, ScheduleBuilder
+from ebbtide.simulator.timeline import critical_path
 from ebbtide.tuner.answer.timeline_view import GROUPS, view
 
 from tests.machines import machine, workload

@@ -3,7 +3,7 @@ its defining property on random ones.
 """
 
 import pytest
-from ebbtide.simulator.engines.sharing import max_min_speeds
+from ebbtide.simulator.engines.reference import max_min_speeds
 from hypothesis import given
 from hypothesis import strategies as st
 

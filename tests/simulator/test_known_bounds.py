@@ -4,8 +4,8 @@ import math
 import random
 
 import pytest
-from ebbtide.simulator.analysis import known_bounds
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis import bounds
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
@@ -26,13 +26,13 @@ def exact_s(question, limits, away):
 def test_the_lines_through_known_bounds_decide_as_the_bound_does(monkeypatch, storage, accumulation):
     rng, have = random.Random(0), preset("h100-node").with_rates(host_memory_bytes=80 * 2**30)
     work = estimated(Job.of_deepspeed(MODEL, accumulation=accumulation), have)
-    question, known, solved = Question.of(work, have, storage=storage), known_bounds.Bounds(), []
+    question, known, solved = Question.of(work, have, storage=storage), bounds.Bounds(), []
 
     def counted(*args, **options):
         solved.append((args[2], options["away"]))
         return lower_bound(*args, **options)
 
-    monkeypatch.setattr(known_bounds, "lower_bound", counted)
+    monkeypatch.setattr(bounds, "lower_bound", counted)
     limits = sorted({question.limits.in_memory, question.limits}, key=repr)
     some = [(one, round(rng.random() * work.params)) for one in limits for _ in range(8)]
     floors_s = [exact_s(question, *one) for one in some]

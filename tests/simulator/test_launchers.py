@@ -7,8 +7,7 @@ import pytest
 from ebbtide.simulator import ModelError, Plan, build_strategy, preset, simulate
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.estimate import estimated
-from ebbtide.simulator.estimates.job import Job
-from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
+from ebbtide.simulator.estimates.job import LAUNCHERS, Job, started
 from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.tuner.inputs import options_of

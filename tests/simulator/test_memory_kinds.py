@@ -6,7 +6,7 @@ import random
 
 import pytest
 from ebbtide.simulator import Plan, build_schedule, build_strategy, simulate
-from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.analysis.many_plans import peaks_by_kind
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.schedules.footprint import footprint, footprint_by_kind

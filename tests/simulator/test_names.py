@@ -4,11 +4,11 @@ import re
 from contextlib import suppress
 
 import pytest
-from ebbtide.simulator.estimates.hardware.cards import CARDS
-from ebbtide.simulator.estimates.hardware.sheets import SHEETS
+from ebbtide.simulator.estimates.cards import CARDS
 from ebbtide.simulator.estimates.models.architecture import architecture, known_config
 from ebbtide.simulator.estimates.models.families import HUB, MODELS
 from ebbtide.simulator.estimates.presets import preset, preset_name
+from ebbtide.simulator.estimates.sheets import SHEETS
 from ebbtide.simulator.rules import RuleError
 
 from tests.machines import machine

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from ebbtide.simulator import Machine, preset, preset_names
-from ebbtide.simulator.engines.rank_shares import rank_share
+from ebbtide.simulator.engines.reference import rank_share
 from ebbtide.simulator.estimates.collectives import Links
 from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, SHEETS, STOCK_UPDATE_BYTES
 

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 from ebbtide.simulator import preset
-from ebbtide.simulator.engines.rank_shares import rank_share
-from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.engines.reference import capacities, rank_share
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import Quantity
 from hypothesis import given, settings

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from ebbtide.simulator import build_strategy
 from ebbtide.simulator.analysis import best_setting
-from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.analysis.many_plans import peaks_by_kind
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
-from ebbtide.simulator.schedules.settings import settings
-from ebbtide.simulator.schedules.strategies import strategies_of
+from ebbtide.simulator.schedules.strategies import settings, strategies_of
 
 from tests.machines import random_workload
 from tests.simulator.test_fast import enlarged, random_machine, with_storage

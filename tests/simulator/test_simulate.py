@@ -6,8 +6,7 @@ import pytest
 from ebbtide.simulator import Lane, Layer, OpKind, Plan, Quantity, Schedule, ScheduleBuilder, build_schedule, simulate
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.engines.reference import alone_s
-from ebbtide.simulator.schedules.stock import StockLoop
-from ebbtide.simulator.schedules.stock_options import OVERFLOW_CHECK_S, WIDENING_S, StockOptions
+from ebbtide.simulator.schedules.stock import OVERFLOW_CHECK_S, WIDENING_S, StockLoop, StockOptions
 from ebbtide.simulator.schedules.strategies import build_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -367,7 +366,7 @@ def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
 
 
 def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_norm():
-    from ebbtide.simulator.schedules.no_offload import DeviceLoop
+    from ebbtide.simulator.schedules.stock import DeviceLoop
 
     work = workload((60, 1)).model_copy(update={"parameters": ((60, 1),)})
     loop = DeviceLoop(work)

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from ebbtide.simulator import build_schedule
 from ebbtide.simulator.analysis.best_setting import under_plan
-from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.analysis.many_plans import PlanSweep, peaks_by_kind
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
-from ebbtide.simulator.engines.recipe_arrays import Program
+from ebbtide.simulator.engines.schedule_arrays import Program
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.schedules import tape
-from ebbtide.simulator.schedules.tape import record
+from ebbtide.simulator.schedules import ebbtide
+from ebbtide.simulator.schedules.ebbtide import record
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 
 from tests.machines import machine, random_machine, random_workload, workload
@@ -72,7 +71,7 @@ def test_a_micro_batch_that_stands_for_others_gives_the_recording_of_all(seed, m
     away = work.zero_stage == 3 and rng.random() < 0.7
     locations = [rng.choice(["device", "host"]) if away else "device" for _ in work.subgroups]
     few = Program.of(record(work, locations, overlaps=work.zero_stage == 3))
-    monkeypatch.setattr(tape, "RECORDED", 9)
+    monkeypatch.setattr(ebbtide, "RECORDED", 9)
     every = Program.of(record(work, locations, overlaps=work.zero_stage == 3))
     for one, other in zip(few, every, strict=True):
         assert np.array_equal(one, other)

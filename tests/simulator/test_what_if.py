@@ -8,7 +8,7 @@ import pytest
 from ebbtide import what_if
 from ebbtide.simulator import Layer, Plan, Workload, build_strategy, simulate
 from ebbtide.simulator.analysis.best_setting import simulated
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.update.way import Way
 from ebbtide.tuner import plan

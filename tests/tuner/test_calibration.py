@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ebbtide.simulator import Machine, Quantity, build_strategy, preset, workload_from_model
-from ebbtide.simulator.engines.rank_shares import rank_share
+from ebbtide.simulator.engines.reference import rank_share
 from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.tuner.calibrate import calibration
 from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, calibrate, predicted_s

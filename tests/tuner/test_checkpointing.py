@@ -4,8 +4,7 @@ import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import CheckpointPlan, Plan
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
-from ebbtide.simulator.analysis.goodput import Failures
+from ebbtide.simulator.analysis.goodput import CheckpointPrice, Failures
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS
 from ebbtide.tuner.cli import main

@@ -5,7 +5,7 @@ change the record, write the record again (`tests.tuner.golden`).
 """
 
 import pytest
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.limits import Limits
 
 from tests.tuner.golden import CASES, case, planned, recorded, simulated

@@ -4,8 +4,7 @@ import ebbtide.tuner
 import numpy as np
 import pytest
 from ebbtide.simulator import build_schedule, preset, simulate, workload_from_model
-from ebbtide.simulator.analysis.bound import lower_bound
-from ebbtide.simulator.analysis.known_bounds import Bounds
+from ebbtide.simulator.analysis.bounds import Bounds, lower_bound
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines import summary
 from ebbtide.simulator.limits import GIB, Limits

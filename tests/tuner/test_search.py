@@ -7,7 +7,7 @@ import ebbtide.tuner
 import numpy as np
 import pytest
 from ebbtide.simulator import Layer, Quantity, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.ebbtide import EbbtideLoop

@@ -6,8 +6,15 @@ Goodput is the useful share of the time, after lost work and checkpoints.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ebbtide.simulator.analysis.checkpoint_cost import SAVE_S, CheckpointPrice, streamed_bytes
-from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
+from ebbtide.simulator.analysis.goodput import (
+    SAVE_S,
+    CheckpointCost,
+    CheckpointPrice,
+    Failures,
+    best_interval_steps,
+    expected_goodput,
+    streamed_bytes,
+)
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine

@@ -4,7 +4,7 @@ with a faster link to the GPU.
 
 from dataclasses import replace
 
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import GIB

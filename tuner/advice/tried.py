@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import simulated
-from ebbtide.simulator.analysis.bound import rough_bound_s
+from ebbtide.simulator.analysis.bounds import rough_bound_s
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.knobs import OF_MACHINE, Changes, applied

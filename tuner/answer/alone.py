@@ -14,7 +14,7 @@ from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.schedules.settings import settings
+from ebbtide.simulator.schedules.strategies import settings
 from ebbtide.simulator.workload import Workload
 
 STAGES = (3, 2, 1)

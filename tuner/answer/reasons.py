@@ -5,7 +5,7 @@ technique of the plan saves.
 import math
 
 from ebbtide.simulator.analysis.best_setting import compiled
-from ebbtide.simulator.analysis.bound import Bound
+from ebbtide.simulator.analysis.bounds import Bound
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from ebbtide.simulator.analysis.critical_path import critical_path
 from ebbtide.simulator.drawing import GROUPS, lane_names
 from ebbtide.simulator.schedule import Lane, Schedule, Span
-from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.timeline import Timeline, critical_path
 from ebbtide.tuner.answer.roles import role_of
 
 MOST_SPANS = 500  # most ops that are drawn of one timeline

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator.estimates.estimate import estimated
-from ebbtide.simulator.estimates.job import Job
-from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
+from ebbtide.simulator.estimates.job import LAUNCHERS, Job, started
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Schedule

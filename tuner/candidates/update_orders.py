@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, compress
 
 import numpy as np
-from ebbtide.simulator.analysis.serial import serial
+from ebbtide.simulator.analysis.bounds import serial
 from ebbtide.simulator.engines.jit import compiled
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities

@@ -7,14 +7,15 @@ copy budget) are searched together.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice, streamed_bytes
 from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
+    CheckpointPrice,
     Failures,
     best_interval_steps,
     checkfreq_interval_steps,
     daly_interval,
     expected_goodput,
+    streamed_bytes,
     young_interval,
 )
 from ebbtide.simulator.engines.reference import capacities

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ebbtide.simulator.analysis.known_bounds import Bounds
+from ebbtide.simulator.analysis.bounds import Bounds
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan

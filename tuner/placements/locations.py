@@ -10,7 +10,7 @@ from bisect import bisect_left
 from functools import partial
 from typing import Any
 
-from ebbtide.simulator.analysis.known_bounds import Bounds
+from ebbtide.simulator.analysis.bounds import Bounds
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator.analysis.bound import Bound
+from ebbtide.simulator.analysis.bounds import Bound, Bounds
 from ebbtide.simulator.analysis.expected import early_updates_worth, late_s, times_of
-from ebbtide.simulator.analysis.known_bounds import Bounds
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine

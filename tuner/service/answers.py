@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import simulated, under_plan
-from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from ebbtide.simulator.estimates.presets import preset_names
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError, shortened
-from ebbtide.simulator.schedules.settings import STEPS
-from ebbtide.simulator.schedules.strategies import STRATEGIES
+from ebbtide.simulator.schedules.strategies import STEPS, STRATEGIES
 from ebbtide.tuner.service import requests as ask
 from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result

@@ -9,8 +9,7 @@ from typing import Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.estimate import default_ranks, estimated
-from ebbtide.simulator.estimates.job import Job, settings
-from ebbtide.simulator.estimates.launchers import started
+from ebbtide.simulator.estimates.job import Job, settings, started
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, known_config, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS

@@ -8,8 +8,13 @@ import pytest
 from ebbtide import what_if
 from ebbtide.runtime.frontdoor.request import read_request
 from ebbtide.simulator import CheckpointPlan, Plan, build_strategy, preset, simulate, workload_from_model
-from ebbtide.simulator.analysis.checkpoint_cost import CheckpointPrice
-from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
+from ebbtide.simulator.analysis.goodput import (
+    CheckpointCost,
+    CheckpointPrice,
+    Failures,
+    best_interval_steps,
+    expected_goodput,
+)
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.answer.rows import stock_beside

@@ -1,1 +1,0 @@
-"""Speeds and memory sizes of the preset machines, from data sheets and publications."""
