@@ -52,7 +52,7 @@ def test_how_functions_are_compiled_is_part_of_what_is_cached(tmp_path, monkeypa
 def test_a_compilation_of_ebbtide_is_told_once_and_one_of_another_program_is_not(tmp_path):
     own = (
         "import numpy as np\n"
-        "from ebbtide.simulator.engines.recipe_arrays import totals\n"
+        "from ebbtide.simulator.engines.schedule_arrays import totals\n"
         "for placement in (np.zeros(2, np.int8), np.zeros(2, np.int64)):\n"
         "    totals(placement, np.ones(2), 2)\n"
     )
