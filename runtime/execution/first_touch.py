@@ -234,7 +234,8 @@ class FirstTouch:
         """
         with _lock:
             wanted = {subgroup for i in ids if i in self._pending for subgroup in self._pending[i].subgroups}
-            self._wait(wanted - self._settled)
+            if not wanted <= self._settled:
+                self._wait(wanted - self._settled)
             for subgroup in wanted:
                 for one in self._of_subgroup[subgroup]:
                     if id(one.parameter) in self._pending and one.subgroups <= self._settled:
@@ -279,7 +280,7 @@ class FirstTouch:
         if not module.training or _is_compiled(module):
             # In evaluation, some modules of torch choose other kernels for parameters of a class of their own.
             self.settle(id(parameter) for parameter in module.parameters())
-        else:
+        elif self._before[module]:
             self.settle(self._before[module])
 
     def _assign(self) -> None:

@@ -44,6 +44,7 @@ class PlannedZero:
     _rule: UpdateRule
     _flat: FlatState | None  # None: DeepSpeed keeps a tensor for each of the plan's subgroups
     _hooks: list[Any]  # handles of ebbtide's hooks, for their removal
+    _layers: dict[tuple[int, int], str] | None = None  # see `GradientOps.layers`. None before the first backward
     optimizer: Any  # one of those that `ebbtide.runtime.kernels.rules` has a rule for
     dtype: torch.dtype
     loss_scale: Any  # a float, or a tensor in some modes of DeepSpeed
@@ -137,6 +138,11 @@ class PlannedZero:
             for param in self._trained()
             for place in self._places(param)
         }
+
+    def _know_layers(self) -> None:
+        ops = self._windows.ops
+        if not ops.layers:  # a new plan
+            ops.layers = self._layers = self.units() if self._layers is None else self._layers
 
     def first_use(self) -> list[int]:
         module = self._module_of()

@@ -4,6 +4,7 @@ Model parameters are plain tensors under ZeRO-1 and 2, which any code may read w
 therefore waits at its first use (`first_touch`). On several ranks, `step` waits for its updates.
 """
 
+import contextlib
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
@@ -17,9 +18,10 @@ from ebbtide.runtime.execution.first_touch import FirstTouch
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.cuts import Cut
 from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HostSums, hand_back
-from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
+from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, float64_norms, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan
 from ebbtide.simulator.workload import ZeroStage
@@ -40,6 +42,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     low_precision_master_weights_and_grads: bool
     use_grad_accum_attribute: bool
     _overflows: list[torch.Tensor]
+    _alone = False  # True if this backward needs no reduction over ranks
     shares_state = True
     # These attributes are public. Readers outside must also see state that is resident in GPU memory, and wait for
     # updates.
@@ -50,58 +53,115 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     # -- backward ----------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Add a parameter's gradient, after its reduction over the ranks, to the gradient sum of the step's earlier
-        micro-batches.
+    def setup_buckets(self) -> None:
+        if self.ready_for_gradients:  # by the backward's first gradient
+            return
+        self._alone = private.reduces_nothing(self)
+        with private.without_buffers(self) if self._alone else contextlib.nullcontext():
+            super().setup_buckets()
 
-        The sum ends up in the memory, GPU or host, that the parameter's update reads. The method distinguishes the same
-        cases as stock DeepSpeed's method of this name. They depend on three facts: whether the parameter group has a
-        compact gradient buffer, whether the micro-batch is the first, a later or the last one of the step, and whether
-        other ranks own a part of the parameter.
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
+        """Add a gradient to the bucket. On one rank, the gradient stays where autograd has computed it."""
+        if not self._alone:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        elif param.numel():
+            private.add_to_bucket(self, param, i)
+
+    def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+        """Reduce a bucket of gradients over the ranks, as DeepSpeed does. On one rank, only let streams wait."""
+        if not self._alone:
+            super().average_tensor(tensor, communication_data_type)
+            return
+        bucket = self.ipg_buckets[communication_data_type]
+        params, bucket.params = bucket.params, []
+        try:
+            super().average_tensor(tensor.narrow(0, 0, 0), communication_data_type)
+        finally:
+            bucket.params = params
+
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """Take the gradients of a whole bucket, after its reduction over the ranks, once DeepSpeed asks for the last
+        one.
         """
-        group = self._get_param_group_idx(param) if group_idx is None else group_idx
-        boundary = self.is_gradient_accumulation_boundary()
+        # DeepSpeed calls this for each parameter of the bucket, and only then allows that the bucket is overwritten.
+        del group_idx
+        bucket, own = self.ipg_buckets[self.get_param_comm_dtype(param)].params, self.is_param_in_current_partition
+        last = next(key for _, _, key in reversed(bucket) if own[key])
+        if self.get_param_id(param) == last:
+            groups = self.bit16_groups
+            self._take([(key, groups[group][index], group) for group, index, key in bucket if own[key]])
+
+    @torch.no_grad()
+    def _take(self, reduced: list[tuple[int, Any, int]]) -> None:
+        """Add gradients to the sums of the step's earlier micro-batches.
+
+        The sums end up in the memory, GPU or host, that the parameters' updates read.
+
+        Args:
+            reduced: Key, parameter and parameter group.
+        """
+        boundary, windows = self.is_gradient_accumulation_boundary(), self._windows
         if boundary:
             self._ebbtide.prefetch()
-        if self._use_compact_grad_partition_buffer(group):
-            self._take_compact(param, group, boundary)
-        else:
-            self._take_reduced(param, boundary)
-        self._windows.before_reuse()
+        reduced = self._in_host_order(reduced)
+        arrived = [self._arrived(*row, boundary) for row in reduced]
+        parts = [part for part, _, _ in arrived if part is not None]
+        copied = len(parts) > 1 and len({part.dtype for part in parts}) == 1
+        if copied:  # to one piece, in the order of the host's memory
+            parts = list(torch.cat(parts).split([part.numel() for part in parts]))
+        with windows.together():
+            totals, left = {}, iter(parts)
+            for (key, param, _), (part, first, alone) in zip(reduced, arrived, strict=True):
+                if part is not None:
+                    totals[key] = self._send_gradient(key, next(left), first=first, boundary=boundary, alone=alone)
+                if boundary or self._alone:
+                    self._drop_gradient(param)
+            if boundary:  # before a complete subgroup's update begins, which may depend on the norms
+                self._set_norms(totals)
+        if not (copied or self._alone):  # the gradient lies in DeepSpeed's bucket
+            windows.before_reuse()
 
-    def _take_compact(self, param: Any, group: int, boundary: bool) -> None:
-        key = self.get_param_id(param)
-        self._offload_accumulated_param_ids.add(key)
-        if not boundary:
-            return
-        _, _, _, elements = self.grad_position[key]
-        rank = torch.distributed.get_rank(group=self.real_dp_process_group[group])
-        source = self._get_compact_grad_partition_slice(group, rank, key, elements)
-        self._send_gradient(key, source, first=True, boundary=True)
-        self._drop_gradient(param)
+    def _in_host_order(self, reduced: list[tuple[int, Any, int]]) -> list[tuple[int, Any, int]]:
+        # Layers and subgroups stay in the order of backward, as in the simulated schedule.
+        self._know_layers()
+        known, layers, order = self._windows.ops.layers, dict[Any, int](), []
+        for row in reduced:
+            place = next(((piece.subgroup, piece.offset) for piece in self._flat.slices[row[0]]), (0, 0))
+            layer = known.get(place)
+            order.append((layers.setdefault(layer, len(layers)), -place[0], place[1], row))
+        return [row for *_, row in sorted(order, key=lambda one: one[:3])]
 
-    def _take_reduced(self, param: Any, boundary: bool) -> None:
-        key = self.get_param_id(param)
+    def _arrived(self, key: int, param: Any, group: int, boundary: bool) -> tuple[torch.Tensor | None, bool, bool]:
+        """Return this rank's part of a reduced gradient, whether it starts a new sum, and whether it is the only one of
+        the step. The part is None if it is not to be sent yet.
+
+        The cases are those of stock DeepSpeed's ``copy_grads_in_partition``. They depend on three facts: whether the
+        parameter group has a compact gradient buffer, whether the micro-batch is the first, a later or the last one of
+        the step, and whether other ranks own a part of the parameter.
+        """
         _, start, _, elements = self.grad_position[key]
+        if self._use_compact_grad_partition_buffer(group):
+            self._offload_accumulated_param_ids.add(key)
+            if not boundary:
+                return None, True, False
+            rank = torch.distributed.get_rank(group=self.real_dp_process_group[group])
+            return self._get_compact_grad_partition_slice(group, rank, key, elements), True, False
         accumulates = self.micro_step_id > 0 or not boundary
         if accumulates:
             self._offload_accumulated_param_ids.add(key)
-        shared = elements != param.numel()  # another rank owns the rest of the parameter
         sums_all = self._sums_all(param, elements)
         if sums_all and accumulates:
             self.async_accumulate_grad_in_cpu_via_gpu(param)
         elif accumulates:
             self.accumulated_grads_in_cpu[key] = None
         gradient = self.get_param_gradient_attribute(param)
-        if boundary or not sums_all:
-            if shared and boundary:  # DeepSpeed looks for an overflow in the whole gradient
-                self.update_offload_overflow_tracker(gradient)
-            own_part = gradient.view(-1).narrow(0, start, elements)
-            first = self.micro_step_id <= 0 or sums_all
-            self._send_gradient(key, own_part, first=first, boundary=boundary, alone=not accumulates)
-        if boundary:
-            self._drop_gradient(param)
+        if sums_all and not boundary:
+            return None, True, False
+        if boundary and elements != param.numel():  # DeepSpeed looks for an overflow in the whole gradient
+            self.update_offload_overflow_tracker(gradient)
+        first = self.micro_step_id <= 0 or sums_all
+        whole = gradient.view(-1)
+        return whole if elements == len(whole) else whole.narrow(0, start, elements), first, not accumulates
 
     def _sums_all(self, param: Any, elements: int) -> bool:
         apart = elements != param.numel() or self.use_grad_accum_attribute
@@ -116,17 +176,20 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     def _send_gradient(
         self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
-    ) -> None:
-        totals, position = [], 0
-        for piece in self._flat.slices[key]:
-            part = gradient.narrow(0, position, piece.elements)
+    ) -> torch.Tensor:
+        totals, position, slices = [], 0, self._flat.slices[key]
+        for piece in slices:
+            part = gradient.narrow(0, position, piece.elements) if len(slices) > 1 else gradient
             totals.append(self._windows.accept(piece, part, first=first, boundary=boundary, alone=alone))
             position += piece.elements
-        if boundary:
-            if key in self.norm_for_param_grads:  # the norm of an earlier backward, whose overflow counts too
-                self._overflows.append(~torch.isfinite(self.norm_for_param_grads[key]))
-            total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
-            self.norm_for_param_grads[key] = float64_norm(total)
+        return gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
+
+    def _set_norms(self, totals: dict[int, torch.Tensor]) -> None:
+        norms = self.norm_for_param_grads
+        # The norm of an earlier backward, whose overflow counts too.
+        self._overflows += [~torch.isfinite(norms[key]) for key in totals if key in norms]
+        if totals:
+            norms.update(zip(totals, float64_norms(list(totals.values())).unbind(), strict=True))
 
     def _sum_on_host(self, key: int) -> torch.Tensor:
         sums = self._windows
@@ -138,7 +201,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
                 key = self.get_param_id(param)
                 if param.requires_grad and key in self._offload_accumulated_param_ids:
                     if self._use_compact_grad_partition_buffer(group):
-                        self.copy_grads_in_partition(param, group)
+                        self._take([(key, param, group)])
                     else:
                         self._close_param(param, key)
 
@@ -149,7 +212,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             total = self.accumulated_grads_in_cpu[key]
             self.update_offload_overflow_tracker(total)
             total = total.view(-1).narrow(0, start, elements)
-            self._send_gradient(key, total.to(param.device), first=True, boundary=True)
+            self._set_norms({key: self._send_gradient(key, total.to(param.device), first=True, boundary=True)})
             return
         sums = [self._windows.finish(piece).to(param.device) for piece in self._flat.slices[key]]
         self.norm_for_param_grads[key] = float64_norm(torch.cat(sums))
@@ -170,7 +233,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         The method recognizes such a gradient by its norm in float64, which is not finite.
         """
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
-        if shared or not all(self._finite_norms().values()):
+        norms = list(self.norm_for_param_grads.values())
+        if shared or (norms and not bool(torch.isfinite(torch.stack(norms)).all())):
             self.local_overflow = True
         return super().has_overflow(partition_gradients)
 

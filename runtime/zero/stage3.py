@@ -34,7 +34,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper holds
     _unread: torch.Tensor  # unused output of the updates of these subgroups: the swapper reads the master
     _infinite: set[int]  # parameters with a sum of micro-batches that is infinite or NaN
-    _layers: dict[tuple[int, int], str]  # see `GradientOps.layers`. Empty until the first backward
     shares_state = False
     overlaps_forward = True
     # These attributes of DeepSpeed are public. Reading them waits for the updates.
@@ -51,8 +50,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         boundary, first, dtype = private.at_boundary(self), self.micro_step_id == 0, self.gradient_accumulation_dtype
         if boundary:
             own.prefetch()
-        if not windows.ops.layers:  # a new plan
-            windows.ops.layers = self._layers = self._layers or self.units()
+        self._know_layers()
         with windows.together():
             totals: dict[int, torch.Tensor] = {}
             for param, partition in zip(params_to_release, grad_partitions, strict=True):
@@ -377,7 +375,7 @@ def take_over(
         master.grad = None  # 4 bytes per parameter
     optimizer._pieces = stage3_buffers.Pieces(optimizer, cuts_of(optimizer, subgroup_size))
     optimizer._gathers, optimizer._flat = Gathers(optimizer, module), None
-    optimizer._rule, optimizer._infinite, optimizer._hooks, optimizer._layers = rule, set(), [], {}
+    optimizer._rule, optimizer._infinite, optimizer._hooks = rule, set(), []
     optimizer.__class__ = EbbtideStage3
     try:  # converts one subgroup at a time
         optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)

@@ -631,7 +631,8 @@ def install_under_deepspeed(monkeypatch, fake):
         "ebbtide.runtime.zero.stage12.float64_norm", _float64_norm
     )  # kernels like any other, as on CUDA
     norms = lambda parts: torch.stack([_float64_norm(part) for part in parts])
-    monkeypatch.setattr("ebbtide.runtime.zero.stage3.float64_norms", norms)
+    for stage in ("stage12", "stage3"):
+        monkeypatch.setattr(f"ebbtide.runtime.zero.{stage}.float64_norms", norms)
     monkeypatch.setattr(
         coalesced_collectives,
         "_torch_reduce_scatter_fn",

@@ -8,7 +8,9 @@ from itertools import product
 import ebbtide.runtime
 import pytest
 import torch
+from deepspeed import comm
 from ebbtide.runtime import session_of
+from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.simulator import Layer, Workload
 from ebbtide.simulator.schedules.buckets import leavings
 from torch import nn
@@ -97,3 +99,37 @@ def test_gradients_leave_when_the_next_one_does_not_fit(only_rank, stage, size):
 
 def test_a_bucket_of_one_layer_holds_each_gradient_for_one_layer(only_rank):
     assert handed_over(3, [5] * 4, 5 * WIDTH) == [(3, 2), (2, 1), (1, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 1), (2, 2)])
+def test_one_rank_reduces_nothing_and_copies_each_layer_once(only_rank, monkeypatch, stage, accumulation):
+    model, block = Model([]), WIDTH * (WIDTH + 1)
+    model.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))  # two parameters each
+    engine = start(model, stage=stage, reduce_bucket_size=2 * block, accumulation=accumulation)
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"], 2 * block), device=EmulatedDevice())
+    optimizer, buffers, gradients, collectives = engine.optimizer, set(), [], []
+    copies, take = session_of(engine).executor.gradients, optimizer._take
+
+    def taken(reduced):
+        (bucket,) = optimizer.ipg_buckets.values()
+        buffers.update(buffer.untyped_storage().nbytes() for buffer in bucket.buffer)
+        gradients.append(sum(param.grad is not None for param in model.parameters()))
+        take(reduced)
+
+    optimizer._take = taken
+    for _ in range(2 * accumulation):
+        copies.take_parts()
+        gradients.clear()
+        loss = engine(torch.randn(2, WIDTH).bfloat16())
+        with monkeypatch.context() as patched:
+            patched.setattr(comm, "reduce", lambda *_, **__: collectives.append("reduce"))
+            patched.setattr(comm, "all_reduce", lambda *_, **__: collectives.append("all_reduce"))
+            engine.backward(loss)
+        if accumulation == 1:  # else each sum of a parameter is fetched and sent back by itself
+            assert sorted(op.subgroup for op, _ in copies.take_parts()) == [0, 0, 1, 1]
+        if stage == 2:
+            assert max(gradients) <= 4 + 1, "gradients stay after their bucket"
+        assert buffers == {2}, "a bucket takes more memory than one element"
+        assert not collectives
+        engine.step()
+    engine.destroy()

@@ -181,9 +181,13 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
 
 def only_rank(optimizer: Any) -> bool:
     """Return whether the job has a single process, so that every sum over ranks is that of this rank."""
+    return optimizer.partition_count == 1 and _world_size() == 1
+
+
+def _world_size() -> int:
     import deepspeed.comm as dist
 
-    return optimizer.partition_count == 1 and dist.get_world_size() == 1
+    return int(dist.get_world_size())
 
 
 def own_sums(optimizer: Any, params: list[Any], dtype: torch.dtype) -> list[torch.Tensor] | None:
@@ -217,6 +221,69 @@ def group_norm(optimizer: Any, group: Iterable[Any], norms: Mapping[int, float])
             total += norm * norm
     root: torch.Tensor = torch.tensor([total], dtype=torch.float32)[0] ** 0.5
     return root if bool(torch.isfinite(root)) else torch.tensor(-1.0)
+
+
+# -- ZeRO-1 and 2: buckets -----------------------------------------------------------------------
+
+
+def reduces_nothing(optimizer: Any) -> bool:
+    """Return whether DeepSpeed's reductions over ranks leave all gradients as they are.
+
+    That is so in a job with a single process, unless DeepSpeed adds gradients up in other tensors or multiplies them by
+    factors.
+    """
+    made: torch.dtype = optimizer._gradient_reduction_buffer_dtype()
+    return (
+        _world_size() == 1
+        and optimizer.contiguous_gradients
+        and not optimizer.use_grad_accum_attribute
+        and optimizer.reduce_scatter
+        and optimizer.sequence_parallel_size == 1
+        and all(torch.promote_types(made, dtype) == dtype for dtype in optimizer.ipg_buckets)
+        and not any(map(optimizer._use_compact_grad_partition_buffer, range(len(optimizer.bit16_groups))))
+    )
+
+
+@contextmanager
+def without_buffers(optimizer: Any) -> Iterator[None]:
+    """Let ``setup_buckets`` allocate no GPU memory inside the block. Nothing may be written to the buckets' buffers."""
+    optimizer.contiguous_gradients = False
+    try:
+        yield
+    finally:
+        optimizer.contiguous_gradients = True
+    dtype = optimizer._gradient_reduction_buffer_dtype()
+    none = torch.empty(1, dtype=dtype, device=_accelerator().current_device_name())
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.buffer[:], bucket.index = [none.expand(int(optimizer.reduce_bucket_size))], 0
+
+
+def add_to_bucket(optimizer: Any, param: Any, group: int) -> None:
+    """Do what ``reduce_independent_p_g_buckets_and_remove_grads`` does, but copy no gradient to the bucket's buffer."""
+    gradient, dtype = optimizer.get_gradient_for_reduction(param), optimizer.get_param_comm_dtype(param)
+    bucket, elements, key = optimizer.ipg_buckets[dtype], param.numel(), optimizer.get_param_id(param)
+    if bucket.elements + elements > optimizer.reduce_bucket_size:
+        optimizer.reduce_ipg_grads(comm_dtype=dtype)
+    if not getattr(param, "ds_grad_is_ready", True):
+        return
+    if optimizer.params_already_reduced[key]:
+        raise AssertionError(
+            f"a parameter's gradient must be computed once in a backward, but parameter {key} of group {group} got "
+            "another one after the first was reduced: DeepSpeed does not support this"
+        )
+    if gradient.dtype != bucket.buffer[0].dtype:
+        gradient.data = gradient.data.to(bucket.buffer[0].dtype)
+    if elements > optimizer.reduce_bucket_size:
+        optimizer.extra_large_param_to_reduce[dtype] = param
+    device = _accelerator()
+    if not device.resolves_data_dependency():
+        optimizer._record_gradient_stream(gradient, device.current_stream())
+        bucket.copy_streams.add(device.current_stream())
+        optimizer._record_bucket_producer(bucket)
+    bucket.elements += elements
+    bucket.grads.append(gradient)
+    bucket.params.append((group, param.param_idx_in_group, key))
+    bucket.has_moe_params |= hasattr(param, "allreduce") and not param.allreduce
 
 
 # -- ZeRO-3: gradients and gathers ---------------------------------------------------------------
