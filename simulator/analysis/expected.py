@@ -98,7 +98,7 @@ def early_updates_worth(
 def late_s(
     workload: Workload,
     machine: Machine,
-    sizes: Mapping[Placement, Sequence[int]],
+    sizes: Mapping[Placement, Sequence[float]],
     threads: int = 0,
     prefetch: int = 0,
     *,
@@ -131,7 +131,7 @@ def late_s(
 def early_update_s(
     workload: Workload,
     machine: Machine,
-    elements: int,
+    elements: float,
     threads: int = 0,
     placement: Placement = "host",
     *,

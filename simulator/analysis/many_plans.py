@@ -7,7 +7,7 @@ machine)`` without creating a Python object for each op: the schedule is built a
 import copy
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from ebbtide.simulator.schedules.footprint import fetched_elements, footprint_by
 from ebbtide.simulator.update.holding import Amounts, ByKind, Footprint, Holding
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import early_limits
-from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
+from ebbtide.simulator.update.steps import HOST_SLOTS, Placement, Slot
 from ebbtide.simulator.update.tiers import TIERS
-from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, plain_ways
+from ebbtide.simulator.update.way import EARLY_PLACEMENTS, PARAMETERS_ON_HOST, plain_ways
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
@@ -74,8 +74,8 @@ def _kinds(ops: Floats, kind_of: Callable[[OpKind], Kind]) -> kernel.Ints:
 
 
 MOST_PROGRAMS = 64  # largest number of recordings that are kept, one for each set of parameter locations
-# Largest number of placements with kept counts and bytes: most plans of a search differ in their update order only.
-MOST_AMOUNTS = 1024
+MOST_COUNTED = 1024  # largest number of placements with kept counts
+_WAYS = plain_ways()
 
 
 def _issued(workload: Workload) -> tuple[float | None, ...]:
@@ -102,6 +102,71 @@ class _Scratch(threading.local):
 _SCRATCH = _Scratch()
 
 
+class Counted:
+    """A plan's subgroups, counted by their placements and parameter locations, and the buffers and bytes that follow.
+
+    Plans with equal counts share one object, because most plans of a search differ in the order of their subgroups
+    only.
+
+    Attributes:
+        both: The counts of subgroups that wait for the gradient norm, and of early updates, as `Holding.slots` takes
+            them.
+        summed: Number of elements with gradients that are accumulated in GPU memory instead of host memory.
+        away: True if 16-bit parameters of a subgroup are in host memory.
+        early: True if an update is early.
+    """
+
+    def __init__(self, holding: Holding, both: tuple[Amounts, Amounts], summed: float) -> None:
+        self._holding, self.both, self.summed = holding, both, summed
+        self.early = any(both[1][0])
+        self.away = any(counts[i] for counts, *_ in both for i, way in enumerate(_WAYS) if way.parameters == "host")
+        self._held: dict[tuple[int, int], Footprint] = {}
+        self._buffers: dict[tuple[int, int, int], list[int]] = {}
+
+    def held(self, staging_slots: int, host_slots: int) -> Footprint:
+        """Return the bytes that subgroups and buffers need, as a dict by memory (`Holding.bytes`)."""
+        key = staging_slots, host_slots
+        if key not in self._held:
+            waiting, early = self.both
+            self._held[key] = self._holding.bytes(waiting, staging_slots, host_slots, early, self.summed)
+        return self._held[key]
+
+    def buffers(self, staging_slots: int, prefetch: int, host_slots: int) -> list[int]:
+        """Return the number of buffers of each kind, then how many may be taken in backward, and from the last step on.
+
+        The kinds are in the order of `SLOTS`.
+        """
+        key = staging_slots, prefetch, host_slots
+        if key not in self._buffers:
+            slots = self._holding.slots(self.both, staging_slots, host_slots)
+            limits = early_limits(prefetch, slots)
+            sooner = [limits.get(slot, 0) if slot.ahead is when else 0 for when in (False, True) for slot in SLOTS]
+            self._buffers[key] = [*(slots[slot] for slot in SLOTS), *sooner]
+        return self._buffers[key]
+
+    @cached_property
+    def staged(self) -> int:
+        """Return the number of subgroups that use staging buffers."""
+        return self._holding.slots(self.both, int(sum(sum(counts) for counts, *_ in self.both)))[Slot.STAGING]
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """Return the bytes of one staging buffer."""
+        return self._holding.each_bytes(Slot.STAGING, self.both)
+
+    @cached_property
+    def stored(self) -> bool:
+        """Return True if a subgroup uses a buffer in host memory for state on a drive."""
+        pairs = zip(self.both, self._holding.users[Slot.STATE], strict=True)
+        return any(counts[user] for (counts, *_), users in pairs for user in users)
+
+    @cached_property
+    def largest_early(self) -> dict[Placement, float]:
+        """Return the elements of the largest subgroup with an early update, by placement."""
+        by_way = self.both[1][2]
+        return {p: max(n for n, way in zip(by_way, _WAYS, strict=True) if way.placement == p) for p in EARLY_PLACEMENTS}
+
+
 class PlanSweep:
     """A fast predictor of the iteration time and memory of many plans, for one workload on one machine.
 
@@ -122,13 +187,9 @@ class PlanSweep:
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.recipes = RecipeArrays.of(workload, fused=fused)
         self._run_on(machine)
-        self.ways = len(plain_ways())
         self.held = Holding.of_workload(workload)
-        remember = lru_cache(MOST_AMOUNTS)
-        self.held_bytes, self.slots = remember(self.held.bytes), remember(self.held.slots)
-        self.each_bytes = remember(self.held.each_bytes)
-        self._held: dict[tuple[bytes, int, int], Footprint] = {}
-        self._counted: dict[bytes, tuple[tuple[Amounts, Amounts], float]] = {}
+        self._counted: dict[bytes, Counted] = {}  # by the placements
+        self._by_counts: dict[tuple[bytes, float], Counted] = {}
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
@@ -216,19 +277,17 @@ class PlanSweep:
         issue: Ints | None,
         host_slots: int,
     ) -> tuple[Floats, "_Scratch", int]:
-        self._check(placement, staging_slots, prefetch, host_slots)
+        counted = self.counted(placement)
+        self._check(placement, counted, staging_slots, prefetch, host_slots)
         if overlap_forward and not self.workload.overlaps_forward:
             raise PlanError(
                 f"overlap_forward must be false for ZeRO-{self.workload.zero_stage} with several ranks, whose steps "
                 "wait for their updates, but got true"
             )
-        both = self.amounts(placement)
-        slots = self.slots(both, staging_slots, host_slots)
-        limits = early_limits(prefetch, slots)
-        early, ahead = ([limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS] for when in (False, True))
-        program, moved_out_bytes = self._program(placement, overlap_forward)
+        program, moved_out_bytes = self._program(placement, counted, overlap_forward)
         scratch = _SCRATCH.of(*self._room)
-        plan = np.array([self.iterations, *(slots[s] for s in SLOTS), *early, *ahead], dtype=np.int64)
+        buffers = counted.buffers(staging_slots, prefetch, host_slots)
+        plan = np.array([self.iterations, *buffers], dtype=np.int64)
         count = build(
             program,
             self.recipes.with_threads(threads),
@@ -251,47 +310,32 @@ class PlanSweep:
             self.warm_up,
         )
         # This memory is added to the peak of the activations.
-        held = self.held_under(placement, staging_slots, host_slots)
+        held = counted.held(staging_slots, host_slots)
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[summary.DEVICE_PEAK] += base + held["device"]
         row[summary.HOST_PEAK] += held["host"]
         row[summary.STORED] = held["storage"]
         return row, scratch, count
 
-    def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """Count a plan's subgroups, and their elements, for each combination of placement and parameter location."""
-        return self._count(placement)[0]
-
-    def _count(self, placement: NDArray[np.int8]) -> tuple[tuple[Amounts, Amounts], float]:
-        key = placement.tobytes()
-        if key not in self._counted:
-            if len(self._counted) == MOST_AMOUNTS:
-                self._counted.pop(next(iter(self._counted)))
-            both, summed = totals(placement, self.sizes, self.ways)
-            waiting, updated_early = both.tolist()
-            self._counted[key] = (tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))), float(summed)
-        return self._counted[key]
-
-    def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the number of elements with gradients that a plan accumulates in GPU memory instead of host memory."""
-        if not self.held.sums:
-            return 0.0
-        return self._count(placement)[1]
-
-    def held_under(self, placement: NDArray[np.int8], staging_slots: int, host_slots: int) -> Footprint:
-        """Return the bytes that subgroups and buffers need under a plan, as a dict by memory (`Holding.bytes`).
+    def counted(self, placement: NDArray[np.int8]) -> Counted:
+        """Count a plan's subgroups, and their elements, for each combination of placement and parameter location.
 
         Args:
             placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
         """
-        key = placement.tobytes(), staging_slots, host_slots
-        if key not in self._held:
-            if len(self._held) == MOST_AMOUNTS:
-                self._held.pop(next(iter(self._held)))
-            amounts, early = self.amounts(placement)
-            summed = self.summed_elements(placement)
-            self._held[key] = self.held_bytes(amounts, staging_slots, host_slots, early, summed)
-        return self._held[key]
+        key = placement.tobytes()
+        if key not in self._counted:
+            if len(self._counted) == MOST_COUNTED:
+                self._counted.pop(next(iter(self._counted)))
+            both, summed = totals(placement, self.sizes, len(_WAYS))
+            counts = both.tobytes(), float(summed) if self.held.sums else 0.0
+            if counts not in self._by_counts:
+                if len(self._by_counts) == MOST_COUNTED:
+                    self._by_counts.pop(next(iter(self._by_counts)))
+                waiting, early = (tuple(map(tuple, amounts)) for amounts in both.tolist())
+                self._by_counts[counts] = Counted(self.held, (waiting, early), counts[1])
+            self._counted[key] = self._by_counts[counts]
+        return self._counted[key]
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """Return the predicted times and memory peaks of a plan, as an array with the columns of `engines.summary`."""
@@ -312,11 +356,10 @@ class PlanSweep:
         times = result(row, scratch.start_s[:count], scratch.end_s[:count])
         return peaks_by_kind(footprint_by_kind(self.workload, plan), scratch.ops[:count], times)
 
-    def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
-        away = placement >= PARAMETERS_ON_HOST
-        key = (away.tobytes(), overlaps)
+    def _program(self, placement: NDArray[np.int8], counted: Counted, overlaps: bool) -> tuple[Program, int]:
+        key = (placement >= PARAMETERS_ON_HOST).tobytes() if counted.away else b"", overlaps
         if key not in self._programs:
-            locations: list[Memory] = ["host" if gone else "device" for gone in away]
+            locations: list[Memory] = ["host" if code >= PARAMETERS_ON_HOST else "device" for code in placement]
             gone_bytes = moved_out(self.workload, fetched_elements(self.workload, locations))
             gone_bytes *= self.workload.wire_bytes
             tape = record(self.workload, locations, overlaps=overlaps)
@@ -328,30 +371,26 @@ class PlanSweep:
             self._programs[key] = program, gone_bytes
         program, gone_bytes = self._programs[key]
         if self._timed is not self.workload:
-            program = program.paced(self._timed if away.any() else self._timed.bare)
+            program = program.paced(self._timed if counted.away else self._timed.bare)
         return program, gone_bytes
 
-    def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int) -> None:
+    def _check(
+        self, placement: NDArray[np.int8], counted: Counted, staging_slots: int, prefetch: int, host_slots: int
+    ) -> None:
         if placement.shape != self.sizes.shape:
             raise PlanError(
                 "a placement is needed for each subgroup of the workload, but got "
                 f"{placement.size} for {self.sizes.size} subgroups"
             )
-        staged = staging_slots < 1 and self._takes(Slot.STAGING, placement)
-        if host_slots < 1 and self._takes(Slot.STATE, placement):
+        if host_slots < 1 and counted.stored:
             raise PlanError(
                 f"host_slots must be >= 1 if a subgroup's optimizer state is on a drive, but got {host_slots}"
             )
-        if not 0 <= prefetch <= staging_slots or staged:
+        if not 0 <= prefetch <= staging_slots or (staging_slots < 1 and counted.staged):
             raise PlanError(
                 "0 <= prefetch <= staging_slots must hold, with at least one slot for staged "
                 f"subgroups, but got prefetch={prefetch}, staging_slots={staging_slots}"
             )
-
-    def _takes(self, slot: Slot, placement: NDArray[np.int8]) -> bool:
-        both = (counts for counts, *_ in self.amounts(placement))
-        pairs = zip(both, self.held.users[slot], strict=True)
-        return any(counts[user] for counts, users in pairs for user in users)
 
     def _rates_with(self, threads: int) -> Floats:
         if not 0 < threads < self.machine.cpu_cores:

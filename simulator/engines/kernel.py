@@ -397,7 +397,7 @@ def _events(
     never = notes.ended.size - 2
     now = device = host = device_top = host_top = 0.0
     key, unknown, speeds_of = 0, 0, _NEVER
-    count = slot = np.int64(0)
+    count = slot = int(np.int64(0))  # no literal, for which numba would compile callees twice
     while True:
         for lane in range(LANE_COUNT):
             if notes.ended[blocker[lane]]:

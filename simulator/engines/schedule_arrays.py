@@ -421,7 +421,7 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
         if early_updates and given.rows[first, T_EARLY] > 0:
             made.coming[n[_N_COMING]] = s
             n[_N_COMING] += 1
-    _add_first(made, given, np.int64(P_EARLY))
+    _add_first(made, given, int(np.int64(P_EARLY)))
     _come_in(made, given)
 
 
@@ -429,7 +429,7 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
 def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
     n = made.n
     n[_N_COMING] = n[_N_CAME] = 0
-    _add_first(made, given, np.int64(P_AHEAD))
+    _add_first(made, given, int(np.int64(P_AHEAD)))
     for k in range(n[_N_COMING]):
         _begin_early(made, given, made.coming[k], behind)
     n[_N_COMING] = 0
@@ -477,7 +477,7 @@ def _add_update(made: _Made, given: _Given, s: int) -> None:
 def _build(made: _Made, given: _Given, program: Program) -> int:
     places, n, left = program.places, made.n, 0.0
     made.after_first[0], n[_N_ROOM] = 0, -1
-    _begin_ahead(made, given, np.int64(-1))
+    _begin_ahead(made, given, int(np.int64(-1)))
     for iteration in range(given.plan[P_ITERATIONS]):
         n[_N_ITERATION] = iteration
         for place in range(places.shape[0] - 1):

@@ -80,7 +80,7 @@ def summarise(
     summary[:] = 0.0
     if ops.shape[0] == 0:
         return
-    first_s, last_s, last = np.inf, -np.inf, np.int64(0)
+    first_s, last_s, last = np.inf, -np.inf, int(np.int64(0))
     for i in range(ops.shape[0]):
         first_s, last_s = min(first_s, start_s[i]), max(last_s, end_s[i])
         if ops[i, KIND] == _STEP_END:

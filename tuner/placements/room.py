@@ -4,12 +4,12 @@ If a plan does not fit into memory, its staging buffers and on-device gradient s
 """
 
 import numpy as np
-from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.analysis.many_plans import Counted, PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Memory
 from ebbtide.simulator.schedules.footprint import fetched_elements, moved_out, slots_within
-from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
+from ebbtide.simulator.update.steps import HOST_SLOTS
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
@@ -46,8 +46,8 @@ class Room:
         if taken > self.limits.device_bytes:
             slots = self._slots(crossing, slots, host_slots)
             taken = self.taken(crossing, slots, host_slots)[0]
-        stay = np.flatnonzero(codes & SUMMED)
-        if not (self.sums and stay.size):
+        stay = np.flatnonzero(codes & SUMMED) if self.sums else ()
+        if not len(stay):
             return crossing, slots
         held, sizes = self._sweep.held, self._sweep.sizes
         sent = sizes[CAN_SUM[crossing & ~EARLY]].sum()
@@ -56,14 +56,12 @@ class Room:
         return crossing, slots
 
     def _slots(self, codes: Codes, wanted: int, host_slots: int) -> int:
-        sweep = self._sweep
-        both = sweep.amounts(codes)
-        users = sweep.slots(both, wanted)[Slot.STAGING]
+        counted = self._sweep.counted(codes)
+        users = min(wanted, counted.staged)
         if not users or self.workload.zero_stage < 3 or self.machine.unified_memory:
             return wanted
-        taken = sweep.held_bytes(both[0], 0, host_slots, both[1], 0.0)["device"]
-        left = self.limits.device_bytes - taken - self._device_bytes(codes)
-        slots = slots_within(left, users, sweep.each_bytes(Slot.STAGING, both))
+        left = self.limits.device_bytes - counted.held(0, host_slots)["device"] - self._device_bytes(codes, counted)
+        slots = slots_within(left, users, counted.staging_bytes)
         return slots if slots < users else wanted
 
     def holds(self, c: Candidate) -> bool:
@@ -74,14 +72,14 @@ class Room:
         """Return a tuple with the peaks in bytes of GPU memory, host memory and storage under a plan, computed without
         a simulation.
         """
-        held = self._sweep.held_under(codes, slots, host_slots)
-        return held["device"] + self._device_bytes(codes), held["host"], held["storage"]
+        counted = self._sweep.counted(codes)
+        held = counted.held(slots, host_slots)
+        return held["device"] + self._device_bytes(codes, counted), held["host"], held["storage"]
 
-    def _device_bytes(self, codes: Codes) -> int:
-        away = codes >= PARAMETERS_ON_HOST
-        key = away.tobytes()
+    def _device_bytes(self, codes: Codes, counted: Counted) -> int:
+        key = (codes >= PARAMETERS_ON_HOST).tobytes() if counted.away else b""
         if key not in self._gone:
             w = self.workload
-            locations: list[Memory] = ["host" if gone else "device" for gone in away]
-            self._gone[key] = moved_out(w, fetched_elements(w, locations)) * w.wire_bytes if away.any() else 0
+            locations: list[Memory] = ["host" if code >= PARAMETERS_ON_HOST else "device" for code in codes]
+            self._gone[key] = moved_out(w, fetched_elements(w, locations)) * w.wire_bytes if counted.away else 0
         return max(0, self.workload.device_base_bytes - self._gone[key]) + self._active_bytes

@@ -114,6 +114,7 @@ class Search:
         self._orders: UpdateOrders = UpdateOrders(workload, machine) if like is None else like._orders
         # Rows of the plans that were simulated most recently.
         self._rows: dict[tuple[Any, ...], Row] = {} if like is None else like._rows
+        self._late: dict[tuple[Any, ...], float] = {}  # delays by dropped early updates
         self._bounds = Bounds() if bounds is None else bounds
         # Times of the best plan, of the best plan without early updates, and of the best plan with all parameters on
         # the GPU.
@@ -237,19 +238,19 @@ class Search:
         # A step that clips must undo and redo the plan's early updates.
         from ebbtide.simulator.engines import summary
 
-        right_s = float(row[summary.ITERATION_S])
-        early = (codes & EARLY) > 0
-        if right_s > most_s or not early.any():
+        right_s, counted = float(row[summary.ITERATION_S]), self.sweep.counted(codes)
+        if right_s > most_s or not counted.early:
             return right_s
         _, prefetch, threads, *_ = options
         waits = self._row(codes & ~EARLY, options)
-        sizes = self.sweep.sizes
-        of_placement = {p: sizes[early & (codes % SUMMED == PLACEMENT_CODES[p])].tolist() for p in EARLY_PLACEMENTS}
-        late = late_s(self.workload, self.machine, of_placement, threads, prefetch)
+        key = tuple(counted.largest_early.items()), threads, prefetch
+        if key not in self._late:
+            largest = {placement: [elements] for placement, elements in counted.largest_early.items()}
+            self._late[key] = late_s(self.workload, self.machine, largest, threads, prefetch)
         times = times_of(
             (right_s, float(row[summary.BACKWARD_S])),
             (float(waits[summary.ITERATION_S]), float(waits[summary.BACKWARD_S])),
-            late,
+            self._late[key],
         )
         return times.mean_s(self.workload.expected_clip_rate)
 
