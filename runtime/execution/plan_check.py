@@ -1,9 +1,45 @@
-"""A check that a plan was made for the subgroups that the training engine has."""
+"""A check that a plan was made for the subgroups that the training engine has, or can be fitted to them."""
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left
+from itertools import accumulate
+
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.ebbtide import check_locations
+from ebbtide.simulator.update.order import order_of
+
+logger = logging.getLogger("ebbtide")
+PADDING = 1e-3  # share of the elements by which ZeRO-1 and 2 may pad other parameter groups differently
+
+
+def fitted(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> Plan:
+    """Return a plan for an engine that cuts the same elements into other subgroups, because its optimizer has other
+    parameter groups.
+
+    A plan that was made from a model's config does not know them. The Trainer, for example, has one group with weight
+    decay and one without. Each of the engine's subgroups is updated as the plan's subgroup at its place. A plan for
+    another model or ``sub_group_size`` is returned unchanged, and `check_plan` refuses it.
+    """
+    elements, planned = sum(subgroups), sum(plan.subgroups)
+    other_model = abs(elements - planned) > (PADDING * planned if zero_stage < 3 else 0)
+    if plan.subgroups in ((), subgroups) or other_model or plan.config_subgroup_size != sub_group_size:
+        return plan
+    ends, begins = [*accumulate(plan.subgroups)], [0, *accumulate(subgroups)]
+    middles = ((begin + size / 2) * planned / elements for begin, size in zip(begins, subgroups, strict=False))
+    meant = [bisect_left(ends, middle) for middle in middles]
+    ways = [plan.ways[i] for i in meant]
+    turn = {subgroup: number for number, subgroup in enumerate(plan.issue_order)}
+    issue = sorted(range(len(meant)), key=lambda k: turn[meant[k]])
+    order = order_of(issue, [way.placement for way in ways])
+    logger.info(
+        "the plan's %d subgroups are %d here, because the optimizer has other parameter groups than the plan was made "
+        "for. Each is updated as the plan's subgroup at its place",
+        plan.subgroup_count,
+        len(subgroups),
+    )
+    return plan.with_ways(ways, subgroups=subgroups, order=order, workload_fingerprint="")
 
 
 def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> None:
@@ -39,11 +75,7 @@ def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str
         )
     if sum(plan.subgroups) != sum(subgroups):
         return "the model, its trainable parameters or the number of ranks differ: plan again with `tune plan`"
-    return (
-        "the order or the groups of the parameters differ (for example no weight decay for some). "
-        "Profile the script (`tune profile --train-script`), and plan for the profiled workload "
-        "(`tune plan --workload`)"
-    )
+    return "the groups of the parameters differ: plan again with `tune plan`"
 
 
 def _summary(subgroups: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ import torch
 from ebbtide.runtime import log
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.choice import choose_device
-from ebbtide.runtime.execution.plan_check import check_plan
+from ebbtide.runtime.execution.plan_check import check_plan, fitted
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.hardware.builds import own_ninja_first, tell_builds
@@ -229,7 +229,9 @@ def _checked_plan(plan: Plan, engine: Any, rule: UpdateRule) -> tuple[Plan, int]
     private.check_members(optimizer)
     size = planned_size(plan, optimizer, rule)
     whole = getattr(optimizer, "sub_group_size", size)  # DeepSpeed ignores it under ZeRO-1 and 2
-    check_plan(plan, subgroups_of(optimizer, size), whole, engine.zero_optimization_stage())
+    sizes, stage = subgroups_of(optimizer, size), engine.zero_optimization_stage()
+    plan = fitted(plan, sizes, whole, stage)
+    check_plan(plan, sizes, whole, stage)
     return _on_the_host(plan, optimizer) if rule.own_step else plan, size
 
 

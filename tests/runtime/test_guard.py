@@ -10,12 +10,14 @@ import pytest
 import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.choice import choose_device
+from ebbtide.runtime.execution.plan_check import fitted
 from ebbtide.runtime.zero.checks import private as deepspeed_private
 from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
 from ebbtide.runtime.zero.checks.private import UnsupportedDeepSpeedError
 from ebbtide.runtime.zero.host_memory import check_host_memory, needed_bytes
 from ebbtide.simulator import CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.optimizer import OPTIMIZERS
+from ebbtide.simulator.update.steps import Queue
 
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import SUBGROUP, plan_for, start
@@ -202,10 +204,6 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
     other = Plan(subgroup_size=20_000, placement=host, subgroups=[n + 1 for n in sizes])
     with pytest.raises(PlanError, match=r"set zero_optimization\.sub_group_size to 20000"):
         ebbtide.runtime.attach(engine, other)
-    turned = Plan(subgroup_size=SUBGROUP, placement=host, subgroups=sizes[::-1])
-    assert sizes != sizes[::-1]
-    with pytest.raises(PlanError, match="the order or the groups of the parameters differ"):
-        ebbtide.runtime.attach(engine, turned)
     less = Plan(subgroup_size=SUBGROUP, placement=host, subgroups=[n - 1 for n in sizes])
     with pytest.raises(PlanError, match="its trainable parameters or the number of ranks differ"):
         ebbtide.runtime.attach(engine, less)
@@ -215,6 +213,50 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
         ebbtide.runtime.attach(engine, Plan(subgroup_size=SUBGROUP, placement=host))
     train(engine, 2)
     engine.destroy()
+
+
+def test_a_plan_of_other_parameter_groups_is_fitted():
+    """Each subgroup is updated as the plan's at its place, and in the plan's order."""
+    placement = [*Plan.runs(["host"] * 2), *Plan.runs(["device"] * 2)]
+    order = {"host": "arrival", "device": [[3, 2]]}
+    plan = Plan(
+        subgroup_size=100, placement=placement, subgroups=[100, 100, 100, 20], order=order, workload_fingerprint="it"
+    )
+    same = fitted(plan, (100, 100, 100, 20), 100, 3)
+    assert same is plan
+    # Two groups, of 305 and 15 elements.
+    made = fitted(plan, (100, 100, 100, 5, 15), 100, 3)
+    assert made.subgroups == (100, 100, 100, 5, 15)
+    assert made.placements == ("host", "host", "device", "device", "device")
+    assert made.order.of(Queue.HOST, [0, 1]) == [1, 0]
+    assert made.order.of(Queue.DEVICE, [2, 3, 4]) == [3, 4, 2]
+    assert made.workload_fingerprint == ""
+    for other in ((100, 100, 100), (100, 100, 100, 21), (50,) * 8):  # another model
+        assert fitted(plan, other, 100, 3) is plan
+    assert fitted(plan, (100, 100, 100, 5, 15), 50, 3) is plan
+    large = Plan(subgroup_size=10**5, placement=Plan.runs(["host"] * 2), subgroups=[10**5, 9 * 10**4])
+    assert fitted(large, (10**5, 8 * 10**4, 10**4 + 2), 10**5, 3) is large
+    assert fitted(large, (10**5, 8 * 10**4, 10**4 + 2), 10**5, 2).subgroup_count == 3  # padded
+
+
+def test_a_fitted_plan_trains_as_deepspeed(only_rank):
+    from tests.runtime.contract.training import train
+
+    def losses(under_plan):
+        engine = start()
+        if under_plan:
+            sizes = [int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel]
+            turned = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(["host"] * len(sizes)), subgroups=sizes[::-1])
+            assert sizes != sizes[::-1]
+            ebbtide.runtime.attach(engine, turned)
+            assert ebbtide.runtime.session_of(engine).plan.subgroups == tuple(sizes)
+        found, norms = train(engine, 6)
+        engine.destroy()
+        return torch.stack([loss.detach().cpu() for loss in found]), norms
+
+    (ours, norms), (stock, others) = losses(under_plan=True), losses(under_plan=False)
+    assert torch.equal(ours, stock)
+    assert norms == others
 
 
 @pytest.mark.parametrize("version", ["0.18.5", "0.20.0", "1.0"])
