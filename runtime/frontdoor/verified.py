@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "EBBTIDE_VERIFY"
@@ -65,6 +66,16 @@ def _trains_alone() -> bool:
 
 
 def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
+    def build(*call: Any) -> Any:
+        job = hook.own("ebbtide.runtime.verify.lines").current_job()
+        hook.own("ebbtide.runtime.verify.optimizers").leave()
+        return hook.own("ebbtide.runtime.frontdoor.recorded").initialize(*call, job, end)
+
+    around_initialize(deepspeed, build)
+
+
+def around_initialize(deepspeed: Any, build: Callable[..., Any]) -> None:
+    """Let a function build each DeepSpeed engine of a script. It gets DeepSpeed's function and its arguments."""
     original = getattr(deepspeed, "initialize", None)
     if original is None:
         return
@@ -75,12 +86,9 @@ def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if inside:
             return original(*args, **kwargs)
-        job = hook.own("ebbtide.runtime.verify.lines").current_job()
-        room = hook.own("ebbtide.runtime.frontdoor.recorded")
-        hook.own("ebbtide.runtime.verify.optimizers").leave()
         inside.append(True)
         try:
-            return room.initialize(original, args, kwargs, job, end)
+            return build(original, args, kwargs)
         finally:
             inside.clear()
 

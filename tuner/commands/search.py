@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, STORAGE, guarded, margin_option, needs
+from ebbtide.tuner.commands.options import (
+    DURATION,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    JSON,
+    STORAGE,
+    guarded,
+    margin_option,
+    needs,
+)
 from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, read_config, written
 from ebbtide.tuner.inputs import (
     MACHINE,
@@ -17,15 +30,17 @@ from ebbtide.tuner.inputs import (
     described,
     given,
     job_options,
+    program_of,
     read_asked,
 )
 from ebbtide.tuner.lazy_group import Command
 from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ebbtide.simulator.machine import Machine
+    from ebbtide.tuner.configurations.answer import Answer
     from ebbtide.tuner.configurations.evaluation import Question
     from ebbtide.tuner.configurations.space import Space
 
@@ -39,7 +54,9 @@ _SETTINGS = ("recompute_share", "kernels", "fused_loss", "flash_attention", "fla
 @click.command(
     cls=Command,
     epilog="Example: tune search --machine h100-node --model config.json --global-batch 256 "
-    "--free micro_batch,accumulation,recompute,offload",
+    "--free micro_batch,accumulation,recompute,offload; "
+    "tune search --machine machine.json --model config.json --global-batch 32 --measure 3 -- "
+    "torchrun train.py --deepspeed ds.json --batch {micro_batch} --accumulation {accumulation}",
 )
 @MACHINE
 @described
@@ -95,8 +112,23 @@ _SETTINGS = ("recompute_share", "kernels", "fused_loss", "flash_attention", "fla
     help="Database that keeps the search as an Optuna study, such as sqlite:///search.db. The same search goes on from "
     "it, and optuna-dashboard shows it.",
 )
+@click.option(
+    "--measure",
+    type=click.IntRange(min=1),
+    help="Train in so many of the fastest configurations for 12 steps each, on this machine, by the command after --. "
+    "The answer is the fastest measured. The configuration is set in the script's DeepSpeed config, and {micro_batch}, "
+    "{accumulation}, {gpus}, {recompute} and the other names of --free in the command stand for its values.",
+)
+@click.option(
+    "--measure-timeout",
+    type=DURATION,
+    default="30m",
+    show_default=True,
+    help="Time after which a measured run of the command is ended, e.g. 10m.",
+)
 @click.option("-o", "--output", help="File to write all simulated configurations to, as JSON.")
 @JSON
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @guarded
 def search(
     machine: str,
@@ -104,43 +136,57 @@ def search(
     global_batch: int | None,
     trials: int,
     study: str | None,
+    measure: int | None,
+    measure_timeout: float,
+    command: tuple[str, ...],
     output: str | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Search for the fastest training configuration. Configurations are simulated, so the search takes seconds."""
+    """Search for the fastest training configuration. Configurations are simulated, so the search takes seconds.
+
+    With --measure, a training COMMAND is then run in the best ones for some steps each.
+    """
     from ebbtide.tuner.answer.about import about
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report
-    from ebbtide.tuner.configurations.deciding import explore
+    from ebbtide.tuner.configurations.deciding import explore, measure_best
     from ebbtide.tuner.emitted_config import write_config
 
     check_folder("--output", output)
     needs("without --keep-activations", not asked["keep_activations"], "recompute_share")
     check_distinct("--output", output)
+    needs("with --measure", measure is not None, "measure_timeout")
+    passed = _passed(measure, command)
     on, limits, _ = read_asked(machine, asked)
     question = _question(on, limits, asked)
-    space = _space(question, asked, free, global_batch)
+    space = _space(question, asked, free, global_batch, passed)
     with told_after(2.0) as tell:
         answer = explore(
             question,
             space,
             trials=trials,
+            best=measure or 1,
             study=study,
             progress=lambda done, most: tell(done / most if most else 1.0, f"{done} configurations simulated"),
         )
+    if measure is not None:
+        with _interrupted_by_sigterm():
+            answer = measure_best(question, answer, command, measure, measure_timeout, partial(click.echo, err=True))
     record = report.as_json(answer)
     if output is not None:
         with written("--output", output):
             write_config(record, output)
+    right = bool(answer.fastest_measured if measure else answer.fitting)
     if as_json:
         click.echo(json.dumps(record, indent=1))
-        sys.exit(0 if answer.fitting else BadInputError.exit_code)
-    if not answer.fitting:
+        sys.exit(0 if right else BadInputError.exit_code)
+    if answer.best is None:
         raise BadInputError(answer.remarks()[0])
-    best = answer.fitting[0].configuration
-    click.echo(about(question.workload(best), question.machine))
+    click.echo(about(question.workload(answer.best.configuration), question.machine))
     report.show(answer, wide_console())
+    if not right:
+        raise BadInputError(_why_nothing(answer))
 
 
 def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, Any]) -> Question:
@@ -160,8 +206,46 @@ def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, A
     )
 
 
-def _space(question: Question, asked: Mapping[str, Any], free: str | None, global_batch: int | None) -> Space:
+def _passed(measure: int | None, command: tuple[str, ...]) -> set[str] | None:
+    """Return the settings of the script that a command to measure has places for. None if nothing is measured."""
+    from ebbtide.tuner.configurations.measuring import places
+
+    if measure is None and command:
+        raise BadInputError(f"a command has an effect only with --measure N, but got {' '.join(command)}")
+    if measure is None:
+        return None
+    if not command:
+        raise BadInputError(
+            "--measure must be followed by the training command, such as --measure 3 -- torchrun train.py, but got none"
+        )
+    program_of(command, f"search --measure {measure}")
+    return places(command)
+
+
+def _why_nothing(answer: Answer) -> str:
+    last = answer.measured[-1]
+    output = f":\n{last.output}" if last.output else ""
+    return (
+        f"at least one of the {len(answer.measured)} configurations must be measured, but all failed. The last one "
+        f"{last.why_not}{output}"
+    )
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let a terminated search end the command that it measures, as an interrupted one does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _space(
+    question: Question, asked: Mapping[str, Any], free: str | None, global_batch: int | None, passed: set[str] | None
+) -> Space:
     from ebbtide.tuner.configurations.fixed import fixed_knobs
+    from ebbtide.tuner.configurations.measuring import OF_SCRIPT
     from ebbtide.tuner.configurations.space import Configuration, Space
 
     fixed = fixed_knobs(asked, question.ds_config, global_batch)
@@ -169,4 +253,20 @@ def _space(question: Question, asked: Mapping[str, Any], free: str | None, globa
         gpus=asked["gpus"] or question.machine.gpus_per_node,
         offload="optimizer" if asked["ds_config"] is None else "none",  # a config without offload keys does not offload
     )
-    return Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch, fixed=fixed.values)
+    named = fixed.free(free)
+    held = [] if passed is None else [knob for knob in named if knob in OF_SCRIPT and knob not in passed]
+    if held and free is not None:
+        raise BadInputError(
+            f"--free may name a setting of the script with --measure only if the command has a place for it, but "
+            f"got {held[0]}: write {{{held[0]}}} in the command where its value belongs, or leave it out of --free"
+        )
+    if held:
+        kept = usual.changed(**fixed.values)
+        told = ", ".join(f"{knob} {getattr(kept, knob)} ({{{knob}}})" for knob in held)
+        click.echo(f"note: not varied, because the command has no place for them: {told}", err=True)
+    varied = tuple(knob for knob in named if knob not in held)
+    space = Space.of(usual.changed(**fixed.values), varied, fixed.global_batch, fixed=fixed.values)
+    if passed is None or "offload" not in space.choices:
+        return space
+    without = tuple(value for value in space.choices["offload"] if value != "nvme")  # no flag names its folder
+    return replace(space, choices={**space.choices, "offload": without})

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.tuner.configurations.evaluation import Outcome
+from ebbtide.tuner.configurations.measuring import Measurement
 from ebbtide.tuner.configurations.space import Configuration, Space
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Answer:
         combinations: Number of configurations in the set.
         spread: Relative uncertainty of the fastest configuration's predicted time.
         trials: The search as trials of an Optuna study.
+        measured: Measurements of the fastest configurations on this machine, if any were asked for.
     """
 
     space: Space
@@ -38,6 +40,18 @@ class Answer:
     spread: float = SAME
     left: Mapping[Configuration, float] = field(default_factory=dict)
     trials: "Trials | None" = field(default=None, repr=False, compare=False)
+    measured: tuple[Measurement, ...] = ()
+
+    @property
+    def fastest_measured(self) -> list[Measurement]:
+        """Return what was measured, the fastest first, without what failed."""
+        return sorted((one for one in self.measured if one.seconds), key=lambda one: -one.tokens_per_s)
+
+    @property
+    def best(self) -> Outcome | None:
+        """Return the configuration that is measured to be the fastest, or predicted to be if nothing was measured."""
+        known = [one.outcome for one in self.fastest_measured] or self.fitting
+        return known[0] if known else None
 
     @property
     def fitting(self) -> list[Outcome]:
@@ -102,7 +116,8 @@ class Answer:
         if not self.fitting:
             return [self._nothing_fits()]
         best = self.fitting[0]
-        remarks = [f"fastest: {best.configuration.text()}: {best.tokens_per_s:,.0f} tokens/s"]
+        by = "fastest by prediction" if self.measured else "fastest"
+        remarks = [*self._measured(), f"{by}: {best.configuration.text()}: {best.tokens_per_s:,.0f} tokens/s"]
         remarks += self._offloading(best) + self._fewer_gpus(best)
         remarks += [f"{count} configurations were left out: {why}" for why, count in self.refused.items()]
         if not self.complete:
@@ -111,6 +126,21 @@ class Answer:
                 "configurations were not tried (--trials), although their bounds are above the fastest"
             )
         return remarks
+
+    def _measured(self) -> list[str]:
+        if not self.measured or not self.fastest_measured:
+            return ["nothing was measured: every configuration failed"] if self.measured else []
+        first, *others = self.fastest_measured
+        told = [
+            f"fastest measured: {first.outcome.configuration.text()}: {first.tokens_per_s:,.0f} tokens/s, "
+            f"{first.ratio:.2f} times the predicted time"
+        ]
+        alike = [one for one in others if one.quickest_speed >= first.slowest_speed]
+        if alike:
+            told.append(
+                f"the variation of its steps is larger than its lead over {alike[0].outcome.configuration.text()}"
+            )
+        return told
 
     def _offloading(self, best: Outcome) -> list[str]:
         if "offload" not in self.space.free:

@@ -1,8 +1,10 @@
-"""The search for the fastest training configuration, in the order of upper bounds of the speed."""
+"""The search for the fastest training configuration, in the order of upper bounds of the speed, and the measurement of
+the fastest ones.
+"""
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +12,7 @@ from ebbtide.tuner.advice.tried import Tried
 from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.measuring import LIMIT_S, Measurement, key_of, measure
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.configurations.study import Trials
 from ebbtide.tuner.placements.decision import FULL
@@ -23,7 +26,10 @@ def explore(
     space: Space,
     *,
     trials: int = MOST,
+    best: int = 1,
+    usable: Callable[[Outcome], bool] = lambda _: True,
     study: str | None = None,
+    record: Trials | None = None,
     progress: Callable[[int, int], object] = lambda *_: None,
 ) -> Answer:
     """Find the fastest training configurations.
@@ -33,8 +39,11 @@ def explore(
 
     Args:
         trials: Most plan searches. With more configurations to try, the answer is not complete.
+        best: Number of fastest configurations to find.
+        usable: Function that returns False for a configuration that is not to be among them.
         study: URL of a database that keeps the search as an Optuna study, such as ``sqlite:///search.db``. What it
             holds of the same question is not evaluated again. None: the study is kept in memory.
+        record: Trials of an earlier search of the same, which goes on. ``study`` is then ignored.
         progress: Called with the number of plan searches, and the largest possible number.
 
     Raises:
@@ -53,13 +62,13 @@ def explore(
             jobs[c] = tried
     if not jobs:
         raise ValueError(next(iter(refused)))
-    record = Trials(question, space, study)
+    record = record or Trials(question, space, study)
     outcomes = {c: outcome for c, outcome in record.held.items() if c in jobs}
     every = [(c, tried) for c, tried in jobs.items() if c not in outcomes]
     turns = [(-_speed(tried, tried.least_s), number, False) for number, (_, tried) in enumerate(every)]
     heapq.heapify(turns)
     searches = 0
-    while turns and -turns[0][0] > _to_beat(outcomes) * (1 + SLACK):
+    while turns and -turns[0][0] > _to_beat(outcomes, best, usable) * (1 + SLACK):
         bound, number, bounded = heapq.heappop(turns)
         c, tried = every[number]
         if tried.unfit is not None:
@@ -74,7 +83,7 @@ def explore(
         else:
             searches += 1
             progress(searches, trials)
-            least = _to_beat(outcomes)
+            least = _to_beat(outcomes, best, usable)
             outcomes[c] = record.evaluated(c, -bound, partial(_planned, question, c, tried, least))
     left = {}
     for bound, number, _ in turns:
@@ -84,19 +93,64 @@ def explore(
         else:
             left[c] = -bound
     record.leave(left, refused)
-    complete = not any(bound > _to_beat(outcomes) * (1 + SLACK) for bound in left.values())
+    complete = not any(bound > _to_beat(outcomes, best, usable) * (1 + SLACK) for bound in left.values())
     combinations = len(jobs) + refused.total()
     answer = Answer(space, tuple(outcomes.values()), complete, refused, combinations, left=left, trials=record)
     return replace(answer, spread=question.spread(answer.fitting[0])) if answer.fitting else answer
+
+
+def measure_best(
+    question: Question,
+    answer: Answer,
+    command: Sequence[str],
+    most: int,
+    limit_s: float = LIMIT_S,
+    told: Callable[[str], object] = lambda _: None,
+) -> Answer:
+    """Run a training command in the fastest configurations of a search, in turn, and return the answer with what was
+    measured.
+
+    A configuration that runs out of memory is followed by the next one that is predicted to take less. For that, the
+    search goes on.
+
+    Args:
+        most: Number of configurations to measure.
+        limit_s: Seconds after which a run of the command is ended.
+        told: Called with a sentence before and after each run.
+    """
+    record, key, made = answer.trials, key_of(command), list[Measurement]()
+    assert record is not None
+
+    def usable(outcome: Outcome) -> bool:
+        lacking = [one for one in made if one.out_of_memory]
+        return not any(outcome == one.outcome or one.rules_out(outcome) for one in lacking)
+
+    while sum(not one.out_of_memory for one in made) < most:
+        tried = [one.outcome for one in made]
+        following = (o for o in answer.fitting if o not in tried and usable(o))
+        outcome = next(following, None)
+        if outcome is None and tried and made[-1].out_of_memory:
+            known = len(answer.fitting)
+            answer = explore(question, answer.space, best=most, usable=usable, record=record)
+            if len(answer.fitting) > known:
+                continue
+        if outcome is None:
+            break
+        told(f"measuring {outcome.configuration.text()}: predicted {outcome.iteration_s:.3g} s a step")
+        one = record.measured(outcome, key, partial(measure, question, outcome, command, limit_s))
+        told(f"  {one.told}")
+        made.append(one)
+    return replace(answer, measured=tuple(made))
 
 
 def _speed(tried: Tried, seconds: float) -> float:
     return (tried.workload.tokens_per_iteration or 0) / seconds
 
 
-def _to_beat(outcomes: dict[Configuration, Outcome]) -> float:
-    """Return the speed that a configuration must exceed to be the fastest, 0 if any does."""
-    return max((o.tokens_per_s for o in outcomes.values() if o.fits), default=0.0)
+def _to_beat(outcomes: dict[Configuration, Outcome], best: int, usable: Callable[[Outcome], bool]) -> float:
+    """Return the speed that a configuration must exceed to be one of the ``best`` fastest, 0 if any does."""
+    speeds = sorted((o.tokens_per_s for o in outcomes.values() if o.fits and usable(o)), reverse=True)
+    return speeds[best - 1] if len(speeds) >= best else 0.0
 
 
 def _planned(question: Question, c: Configuration, tried: Tried, least: float) -> Outcome:

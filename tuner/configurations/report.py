@@ -7,6 +7,7 @@ from ebbtide.simulator.limits import size
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -18,6 +19,8 @@ def show(answer: Answer, console: Console) -> None:
         console.print(remark)
     if not answer.fitting:
         return
+    if answer.measured:
+        console.print(_measured(answer))
     console.print(_front(answer))
     console.print(_costs(answer))
     console.print(
@@ -39,6 +42,19 @@ def _front(answer: Answer) -> Table:
             size(o.device_peak_bytes),
             size(o.host_peak_bytes),
         )
+    return table
+
+
+def _measured(answer: Answer) -> Table:
+    table = Table(title=f"measured on this machine ({answer.measured[0].device or 'no engine was built'})")
+    for column in ("configuration", "predicted", "measured", "ratio", "tokens/s", "GPU"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    for one in (*answer.fastest_measured, *(m for m in answer.measured if not m.seconds)):
+        told = [f"{one.measured_s * 1e3:.0f} ms", f"{one.ratio:.2f}", f"{one.tokens_per_s:,.0f}"]
+        peak = size(one.device_peak_bytes) if one.device_peak_bytes else ""
+        why = f"\n{one.why_not}" if one.why_not else ""
+        cells = ["", "", "", ""] if why else [*told, peak]
+        table.add_row(escape(one.outcome.configuration.text() + why), f"{one.outcome.iteration_s * 1e3:.0f} ms", *cells)
     return table
 
 
@@ -76,7 +92,23 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "combinations": answer.combinations,
         "free": list(answer.space.free),
         "global_batch": answer.space.global_batch,
-        "best": _row(answer.fitting[0]) if answer.fitting else None,
+        "best": None if answer.best is None else _row(answer.best),
+        "measured": [
+            {
+                **_row(one.outcome),
+                "plan": one.outcome.plan and one.outcome.plan.model_dump(mode="json"),
+                "measured_s": one.measured_s or None,
+                "ratio": one.ratio or None,
+                "tokens_per_s": one.tokens_per_s or None,
+                "steps_s": list(one.seconds),
+                "measured_device_peak_bytes": one.device_peak_bytes or None,
+                "tokens_per_sample": one.tokens_per_sample,
+                "device": one.device,
+                "why_not": one.why_not or None,
+                "out_of_memory": one.out_of_memory,
+            }
+            for one in answer.measured
+        ],
         "front": [_row(o) for o in answer.front],
         "costs": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.costs().items()},
         "untried": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.untried().items()},

@@ -15,12 +15,14 @@ from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.measuring import Measurement
 from ebbtide.tuner.configurations.space import Configuration, Space
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 OBJECTIVES = ("tokens per second", "GPU memory in bytes")
 _NUMBERS = ("micro_batch", "accumulation", "gpus")  # on a logarithmic axis, as they are mostly powers of two
+_OF_MEASUREMENT = ("seconds", "device_peak_bytes", "tokens_per_sample", "why_not", "lacks", "device")
 _OF_OUTCOME = ("iteration_s", "tokens_per_s", "device_peak_bytes", "host_peak_bytes", "why_not", "missing_bytes")
 
 
@@ -29,10 +31,11 @@ class Trials:
 
     A trial has the configuration's settings as parameters, and speed and GPU memory as values. Its bound, memory, plan
     and DeepSpeed config are user attributes. What does not fit is pruned, with the reason as the attribute ``why_not``.
+    A measured configuration has another trial, with the measured values. It failed if nothing could be measured.
 
     Attributes:
         study: Study of exactly this question. Another question has another study, by its name.
-        held: Outcomes of earlier searches that the study holds, by configuration.
+        held: Outcomes that the study holds, by configuration.
     """
 
     def __init__(self, question: Question, space: Space, storage: str | None = None) -> None:
@@ -40,9 +43,12 @@ class Trials:
         self._axes = _axes(space)
         self.study = _opened(question, space, storage, self._sampler)
         self.held = dict[Configuration, Outcome]()
+        self._measured = dict[str, Mapping[str, Any]]()
         for trial in self.study.get_trials(deepcopy=False) if storage is not None else ():
             told = trial.user_attrs
-            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "asked" in told:
+            if "measured" in told:
+                self._measured[told["measured"]] = told
+            elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "asked" in told:
                 self.held[Configuration(**json.loads(told["asked"]))] = self._outcome(told)
 
     def evaluated(self, c: Configuration, bound: float, ask: Callable[[], Outcome]) -> Outcome:
@@ -64,6 +70,7 @@ class Trials:
             self.study.tell(trial, [outcome.tokens_per_s, outcome.device_peak_bytes])
         else:
             self.study.tell(trial, state=TrialState.PRUNED)
+        self.held[c] = outcome
         return outcome
 
     def pruned(self, c: Configuration, bound: float, outcome: Outcome) -> Outcome:
@@ -75,7 +82,43 @@ class Trials:
             user_attrs=self._attributes(c, bound, outcome),
         )
         self.study.add_trial(made)
+        self.held[c] = outcome
         return outcome
+
+    def measured(self, outcome: Outcome, key: Mapping[str, Any], ask: Callable[[], Measurement]) -> Measurement:
+        """Return the measurement of a configuration: that of an earlier search, or a new one, as a trial of its own.
+
+        What failed is measured again, unless it ran out of memory.
+
+        Args:
+            key: What the measurement depends on beside the configuration.
+        """
+        c = outcome.configuration
+        mark = json.dumps({**key, **asdict(c)}, sort_keys=True)
+        if (told := self._measured.get(mark)) and (told["seconds"] or told["lacks"]):
+            return Measurement(outcome, **{name: told[name] for name in _OF_MEASUREMENT}, held=True)
+        trial = self._asked(c)
+        try:
+            made = ask()
+        except BaseException as error:
+            trial.set_user_attr("why_not", f"interrupted: {error!r}")
+            self.study.tell(trial, state=TrialState.FAIL)
+            raise
+        told = {
+            "measured": mark,
+            "source": "measured",
+            "configuration": c.text(),
+            "predicted_s": outcome.iteration_s,
+            **({"measured_s": made.measured_s, "ratio": made.ratio} if made.seconds else {}),
+            **{name: getattr(made, name) for name in _OF_MEASUREMENT},
+        }
+        for name, value in told.items():
+            trial.set_user_attr(name, value)
+        if made.seconds:
+            self.study.tell(trial, [made.tokens_per_s, made.device_peak_bytes or outcome.device_peak_bytes])
+        else:
+            self.study.tell(trial, state=TrialState.FAIL)
+        return made
 
     def leave(self, left: Mapping[Configuration, float], refused: Mapping[str, int]) -> None:
         """Note in the study what was not tried, with the bound of its speed, and what cannot be simulated."""

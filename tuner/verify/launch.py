@@ -3,17 +3,15 @@
 import json
 import os
 import re
-import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbtide.tuner.verify.run import Run, read_run
+from ebbtide.tuner.watched import ended, tail
 
-STARTUP = Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup"
-SHOWN_LINES = 25
 # Two forms of torch's message about an operation: the usual one, and the one for the backward of attention.
 _NAMED = re.compile(
     r"(\S+) does not have a deterministic implementation|(\w[\w ]*) defaults to a non-deterministic algorithm"
@@ -89,7 +87,10 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
             "deterministic": side.deterministic,
             "strict": deterministic and not side.deterministic,
         }
-        code, text = _ended(command, job, Path(scratch, "output.txt"))
+        # cuBLAS reads this variable when its library is loaded. Without it, torch raises an error at the first product.
+        products = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job["strict"] else {}
+        environment = {**products, **os.environ, "PYTHONHASHSEED": str(seed)}
+        code, text = ended(command, Path(scratch), {"EBBTIDE_VERIFY": json.dumps(job)}, environment)
         run = read_run(Path(scratch), side.title)
     if run is not None:
         _clean_up(run)
@@ -101,21 +102,6 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
     if run.silent or (code and len(run.steps) - 1 < steps):
         raise VerifyError(_broken_off(side, code, run, steps, text))
     return replace(run, asked=steps, operations=operations)
-
-
-def _ended(command: Sequence[str], job: Mapping[str, object], output: Path) -> tuple[int, str]:
-    from ebbtide.runtime.hardware.launcher import only_rank
-
-    with output.open("w", encoding="utf-8") as to:
-        code = subprocess.run(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=to,
-            stderr=subprocess.STDOUT,
-            env=_environment(job) | only_rank(os.environ, command),
-            check=False,
-        ).returncode
-    return code, output.read_text(encoding="utf-8", errors="replace")
 
 
 def operations_in(text: str) -> tuple[str, ...]:
@@ -138,35 +124,17 @@ def _clean_up(run: Run) -> None:
         remove_shared_buffers(int(run.about["port"]))
 
 
-def _environment(job: Mapping[str, object]) -> dict[str, str]:
-    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    # cuBLAS reads this variable when its library is loaded. Without it, torch raises an error at the first product.
-    products = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job.get("strict") else {}
-    return {
-        **products,
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(STARTUP), *(p for p in given if p != str(STARTUP))]),
-        "EBBTIDE_VERIFY": json.dumps(job),
-        "PYTHONHASHSEED": str(job["seed"]),
-        "WANDB_MODE": os.environ.get("WANDB_MODE", "disabled"),
-    }
-
-
 def _broken_off(side: Side, code: int, run: Run, steps: int, text: str) -> str:
     silent = f", and {run.silent} of its ranks took none" if run.silent else ""
     return (
         f"the command must train for --steps {steps} or end by itself, but {side.how} it "
-        f"failed with exit code {code} after {len(run.steps) - 1}{silent}:\n{_tail(text)}"
+        f"failed with exit code {code} after {len(run.steps) - 1}{silent}:\n{tail(text)}"
     )
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-SHOWN_LINES:])
 
 
 def _failure(side: Side, code: int, text: str) -> str:
     return (
         f"the command must train with a DeepSpeed engine or a torch optimizer, but "
         f"{side.how} it ended with exit code {code} before an optimizer step (--against leaves "
-        f"sides out):\n{_tail(text)}"
+        f"sides out):\n{tail(text)}"
     )
