@@ -143,13 +143,12 @@ class Touched:
     may_wait: bool
 
     def begin(self) -> None:
+        """Let the parameter wait. Call this and `end` with torch's functions of subclasses disabled."""
         self.parameter.__class__ = Pending
-        with torch._C.DisableTorchFunctionSubclass():
-            self.parameter.data = self.stand_in
+        self.parameter.data = self.stand_in
 
     def end(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            self.parameter.data = self.value
+        self.parameter.data = self.value
         self.parameter.__class__ = nn.Parameter  # last, because other threads may look
 
 
@@ -175,6 +174,7 @@ class FirstTouch:
         # By module: parameters to wait for before its forward. They include those of modules inside it that are not
         # called, because the module's own code reads them.
         self._before: dict[nn.Module, list[int]] = {m: [] for m in self._modules}
+        self._needs: dict[nn.Module, set[int]] = {m: set() for m in self._modules}  # the subgroups of these parameters
         self._parents = {child: m for m in self._modules for child in m.children()}
         self._called: set[nn.Module] = set()
         self._assigned: set[nn.Module] | None = None
@@ -215,9 +215,11 @@ class FirstTouch:
         running = {subgroup for subgroup, end in ends.items() if not end.ended or end.error}
         self._settled = ends.keys() - running
         now = [one for one in self._touched if self.waits_in_step or not one.may_wait]
-        self._wait({subgroup for one in now for subgroup in one.subgroups & running})
-        running -= self._settled
-        with _lock:
+        first = {subgroup for one in now for subgroup in one.subgroups & running}
+        self._wait(first)
+        self._settled |= first
+        running -= first
+        with _lock, torch._C.DisableTorchFunctionSubclass():
             for one in self._touched:
                 if one.may_wait and not running.isdisjoint(one.subgroups):
                     self._pending[id(one.parameter)] = one
@@ -234,12 +236,16 @@ class FirstTouch:
         """
         with _lock:
             wanted = {subgroup for i in ids if i in self._pending for subgroup in self._pending[i].subgroups}
-            if not wanted <= self._settled:
-                self._wait(wanted - self._settled)
-            for subgroup in wanted:
-                for one in self._of_subgroup[subgroup]:
-                    if id(one.parameter) in self._pending and one.subgroups <= self._settled:
-                        self._show(one)
+            if not wanted:
+                return
+            self._wait(wanted - self._settled)
+            settled = self._settled | wanted
+            with torch._C.DisableTorchFunctionSubclass():
+                for subgroup in wanted:
+                    for one in self._of_subgroup[subgroup]:
+                        if id(one.parameter) in self._pending and one.subgroups <= settled:
+                            self._show(one)
+            self._settled = settled  # last, because other threads may look
 
     def settle_all(self) -> None:
         """Wait for the updates of all parameters."""
@@ -247,13 +253,14 @@ class FirstTouch:
             self.settle(list(self._pending))
 
     def _wait(self, subgroups: set[int]) -> None:
+        if not subgroups:
+            return
         ends = [self._ends[subgroup] for subgroup in sorted(subgroups)]
         self._device.will_wait(ends)
         self._device.training_waits(ends)
         for stream in self._streams:  # that of the step too, with which other streams are ordered
             for end in ends:
                 end.wait_on(stream)
-        self._settled |= subgroups
 
     def _show(self, one: Touched) -> None:
         one.end()
@@ -264,7 +271,7 @@ class FirstTouch:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        with _lock:
+        with _lock, torch._C.DisableTorchFunctionSubclass():
             for one in list(self._pending.values()):
                 self._show(one)
 
@@ -272,7 +279,8 @@ class FirstTouch:
 
     def before(self, module: nn.Module) -> None:
         """Wait for what a module reads in its own forward, outside the modules that it calls."""
-        if module not in self._before:  # a copy of a module has its hooks too
+        needs = self._needs.get(module)
+        if needs is None:  # a copy of a module has its hooks too
             return
         self._called.add(module)
         if not self._pending:
@@ -280,7 +288,7 @@ class FirstTouch:
         if not module.training or _is_compiled(module):
             # In evaluation, some modules of torch choose other kernels for parameters of a class of their own.
             self.settle(id(parameter) for parameter in module.parameters())
-        elif self._before[module]:
+        elif not needs <= self._settled:
             self.settle(self._before[module])
 
     def _assign(self) -> None:
@@ -293,6 +301,9 @@ class FirstTouch:
                 while owner not in self._called and owner in self._parents:
                     owner = self._parents[owner]
                 self._before[owner] += [id(parameter) for parameter in module._parameters.values()]
+            parts = {id(one.parameter): one.subgroups for one in self._touched}
+            none = frozenset[int]()
+            self._needs = {m: set().union(*(parts.get(i, none) for i in ids)) for m, ids in self._before.items()}
             self._assigned = self._called
         self._called = set()
         for module in self._modules:

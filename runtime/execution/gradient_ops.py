@@ -147,6 +147,15 @@ class GradientOps:
         if run is not None:
             self._send(run.how, run.subgroup, run.offsets, run.whole(run.buffer), run.whole(run.source))
 
+    def send_adjacent(self, subgroup: int, offsets: list[int], buffer: torch.Tensor, source: torch.Tensor) -> None:
+        """Start the device-to-host copy of several adjacent gradients of a subgroup.
+
+        Args:
+            offsets: First element of each gradient in the subgroup.
+        """
+        self._leave()
+        self._send(SEND, subgroup, offsets, buffer, source)
+
     def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a parameter's gradient of the previous optimizer step to host memory, before the present step overwrites
         it.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses
+from ebbtide.runtime.devices.passes import Pass, WatchedPasses
 from ebbtide.simulator.schedule import Lane, OpKind, Span
 from ebbtide.simulator.timeline import Timeline
 
@@ -118,12 +118,6 @@ class Recorder:
         # such times are being measured (see `watch`).
         if self.device.watched is not None:
             self.device.watched.forget(self.iteration - 1)
-
-    def gradient_made(self, places: Callable[[], Sequence[Place]]) -> None:
-        """Record that backward has computed the gradient of a parameter."""
-        # Nothing is recorded unless steps are recorded in detail (see `watch`).
-        if self.device.watched is not None:
-            self.device.watched.made(places())
 
     def passes(self) -> list[Pass]:
         """Return the forwards and backwards that were measured since `watch` was called and that the GPU has finished.

@@ -69,8 +69,10 @@ class PlannedZero:
     def reduce_ready_partitions_and_remove_grads(self, param: Any, *group: int) -> None:
         """Record that backward has computed a parameter's gradient, then reduce the gradient as DeepSpeed does."""
         if self.zero_stage() > 1:  # ZeRO-1 calls this method after the whole backward
-            self._ebbtide.device.backward_threads.runs()
-            self._ebbtide.recorder.gradient_made(lambda: self._places(param))
+            device = self._ebbtide.device
+            device.backward_threads.runs()
+            if device.watched is not None:
+                device.watched.made(self._places(param))
         super().reduce_ready_partitions_and_remove_grads(param, *group)  # type: ignore[misc]
 
     def _places(self, param: Any) -> list[Place]:

@@ -42,6 +42,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     low_precision_master_weights_and_grads: bool
     use_grad_accum_attribute: bool
     _overflows: list[torch.Tensor]
+    _order: dict[int, tuple[Any, int, int]]  # by parameter: its layer, minus its subgroup, and its place in this
     _alone = False  # True if this backward needs no reduction over ranks
     shares_state = True
     # These attributes are public. Readers outside must also see state that is resident in GPU memory, and wait for
@@ -86,8 +87,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         # DeepSpeed calls this for each parameter of the bucket, and only then allows that the bucket is overwritten.
         del group_idx
         bucket, own = self.ipg_buckets[self.get_param_comm_dtype(param)].params, self.is_param_in_current_partition
-        last = next(key for _, _, key in reversed(bucket) if own[key])
-        if self.get_param_id(param) == last:
+        key = self.get_param_id(param)
+        if key == bucket[-1][2] or (not own[bucket[-1][2]] and key == next(k for *_, k in reversed(bucket) if own[k])):
             groups = self.bit16_groups
             self._take([(key, groups[group][index], group) for group, index, key in bucket if own[key]])
 
@@ -104,6 +105,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         if boundary:
             self._ebbtide.prefetch()
         reduced = self._in_host_order(reduced)
+        if self._alone and boundary and self.micro_step_id <= 0:
+            self._take_whole([key for key, _, _ in reduced], [param for _, param, _ in reduced])
+            return
         arrived = [self._arrived(*row, boundary) for row in reduced]
         parts = [part for part, _, _ in arrived if part is not None]
         copied = len(parts) > 1 and len({part.dtype for part in parts}) == 1
@@ -121,15 +125,29 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         if not (copied or self._alone):  # the gradient lies in DeepSpeed's bucket
             windows.before_reuse()
 
+    def _take_whole(self, keys: list[int], params: list[Any]) -> None:
+        """Take the gradients of the only micro-batch of a step, on one rank."""
+        gradients = [param.grad.view(-1) for param in params]
+        together = torch.cat(gradients) if len(gradients) > 1 else gradients[0]
+        with self._windows.together():
+            self._windows.accept_adjacent([piece for key in keys for piece in self._flat.slices[key]], together)
+            for param in params:
+                self._drop_gradient(param)
+            parts = together.split([len(gradient) for gradient in gradients])
+            self._set_norms(dict(zip(keys, parts, strict=True)))
+
     def _in_host_order(self, reduced: list[tuple[int, Any, int]]) -> list[tuple[int, Any, int]]:
         # Layers and subgroups stay in the order of backward, as in the simulated schedule.
-        self._know_layers()
-        known, layers, order = self._windows.ops.layers, dict[Any, int](), []
-        for row in reduced:
-            place = next(((piece.subgroup, piece.offset) for piece in self._flat.slices[row[0]]), (0, 0))
-            layer = known.get(place)
-            order.append((layers.setdefault(layer, len(layers)), -place[0], place[1], row))
-        return [row for *_, row in sorted(order, key=lambda one: one[:3])]
+        ops, places = self._windows.ops, self._order
+        if not ops.layers or not places:  # a new plan
+            self._know_layers()
+            for key, pieces in self._flat.slices.items():
+                place = next(((piece.subgroup, piece.offset) for piece in pieces), (0, 0))
+                places[key] = (ops.layers.get(place), -place[0], place[1])
+        layers: dict[Any, int] = {}
+        for key, _, _ in reduced:
+            layers.setdefault(places[key][0], len(layers))
+        return sorted(reduced, key=lambda row: (layers[places[row[0]][0]], *places[row[0]][1:]))
 
     def _arrived(self, key: int, param: Any, group: int, boundary: bool) -> tuple[torch.Tensor | None, bool, bool]:
         """Return this rank's part of a reduced gradient, whether it starts a new sum, and whether it is the only one of
@@ -521,7 +539,7 @@ def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, o
     """Turn DeepSpeed's existing ZeRO-1 or 2 optimizer into an `EbbtideStage2`, which runs a plan."""
     masters = optimizer.single_partition_of_fp32_groups
     optimizer._rule = rule
-    optimizer._overflows = []
+    optimizer._overflows, optimizer._order = [], {}
     try:
         optimizer._flat = FlatPartitions(optimizer, masters, plan.subgroup_size, device)
         optimizer.__class__ = EbbtideStage2

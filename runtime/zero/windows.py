@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from ebbtide.runtime.execution.gradient_ops import GradientOps
@@ -100,6 +100,43 @@ class Windows(GradientBuffers[ZeroSlice]):
         else:
             piece.begun = True
         return total
+
+    def accept_adjacent(self, pieces: list[ZeroSlice], gradients: torch.Tensor) -> None:
+        """Store the gradients of the only micro-batch of a step, as `accept` does, with one copy for those that are
+        adjacent in the host's memory too. Call this inside `together`.
+
+        Args:
+            gradients: The gradients of all pieces, one after the other.
+        """
+        layers, run, begin, position = self.ops.layers, list[ZeroSlice](), 0, 0
+        key: tuple[Any, ...] = ()
+
+        def leave() -> None:
+            if run:
+                subgroup, start = run[0].subgroup, run[0].offset
+                buffer = self.states[subgroup].gradient.narrow(0, start, position - begin)
+                source = gradients.narrow(0, begin, position - begin)
+                self.ops.send_adjacent(subgroup, [piece.offset for piece in run], buffer, source)
+                run.clear()
+
+        self._open = True
+        for piece in pieces:
+            subgroup, offset = piece.subgroup, piece.offset
+            if not self._crosses[subgroup] or self.states[subgroup].sum is not None or piece.summed:
+                leave()
+                part = gradients.narrow(0, position, piece.elements)
+                self.accept(piece, part, first=True, boundary=True, alone=True)
+            else:
+                now = (subgroup, layers.get((subgroup, offset)), offset)
+                if now != key:
+                    leave()
+                    begin = position
+                run.append(piece)
+                key = (subgroup, now[1], offset + piece.elements)
+                piece.empty, piece.used, piece.kept = False, True, None
+                self._reached(piece)
+            position += piece.elements
+        leave()
 
     def _sum_so_far(self, piece: ZeroSlice, elements: int) -> torch.Tensor:
         if piece.apart is not None:
@@ -352,6 +389,11 @@ class OneBuffer(Windows):
             self._host_buffer(piece).copy_(self.keep(piece))
         piece.kept, piece.summed = None, True
         return super().accept(piece, gradient, first=first, boundary=boundary)
+
+    def accept_adjacent(self, pieces: list[ZeroSlice], gradients: torch.Tensor) -> None:
+        for piece in pieces:
+            piece.summed = True
+        super().accept_adjacent(pieces, gradients)
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
         """Do nothing, because this class need not save the previous step's gradient before new gradients overwrite it.
