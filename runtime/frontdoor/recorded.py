@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step, is_pipeline
+from ebbtide.runtime.checkpoint.deepspeed.installation import call_after_step, is_pipeline
 from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.runtime.frontdoor.initialize import config_of, read, without_config
 from ebbtide.runtime.verify.lines import Job, Lines, number

@@ -13,8 +13,8 @@ from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER
 from ebbtide.runtime.checkpoint.format.safe_load import load_file
+from ebbtide.runtime.checkpoint.protocol.folders import being_read
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
-from ebbtide.runtime.checkpoint.protocol.retention import being_read
 from ebbtide.runtime.storage.pages import read_checkpoint_page, stored_pages
 from ebbtide.runtime.storage.reader import StepReader
 

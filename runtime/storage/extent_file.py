@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.output import NO_DIRECT, OutputFile
+from ebbtide.runtime.checkpoint.stream.persist import NO_DIRECT, OutputFile
 from ebbtide.runtime.storage.errors import StorageError
 
 

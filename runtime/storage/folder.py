@@ -14,7 +14,7 @@ from pathlib import Path
 from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import PageT, dump, parse
-from ebbtide.runtime.checkpoint.protocol.ownership import owner
+from ebbtide.runtime.checkpoint.protocol.folders import owner
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.pages import CheckpointPage, StepRecord, StepsPage, StorePage
 

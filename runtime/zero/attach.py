@@ -431,7 +431,7 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
 
 
 def _stepping(engine: Any, session: Session) -> None:
-    from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step
+    from ebbtide.runtime.checkpoint.deepspeed.installation import call_after_step
 
     def stepped() -> None:
         if not session.closed:

@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
+from ebbtide.runtime.checkpoint.deepspeed.loading import newest_whole
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 from ebbtide.runtime.storage.reader import stored_problems

@@ -85,7 +85,7 @@ def campaign(
 
 def _committed(folder: Path) -> int:
     # Training would resume from this step.
-    from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
+    from ebbtide.runtime.checkpoint.deepspeed.loading import newest_whole
 
     if not folder.is_dir():
         return 0

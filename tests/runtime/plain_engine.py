@@ -14,15 +14,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.blocks import PlannedFile
 from ebbtide.runtime.checkpoint.format.memory import Slots
-from ebbtide.runtime.checkpoint.format.output import Pace
 from ebbtide.runtime.checkpoint.format.safe_load import load_file
-from ebbtide.runtime.checkpoint.format.skeleton import lay_out
+from ebbtide.runtime.checkpoint.format.skeleton import PlannedFile, lay_out
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
 from ebbtide.runtime.checkpoint.stream.job import Job
-from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
+from ebbtide.runtime.checkpoint.stream.persist import BlockWriter, Pace
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice

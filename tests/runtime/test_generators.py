@@ -19,7 +19,7 @@ DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "ran
 DRAWS |= {"multinomial", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_"}
 SEEDS = {"seed", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "setstate"}
 # Processes of their own, and generators that a user asks ebbtide to set.
-MAY_DRAW = {"runtime/frontdoor/verified.py", "runtime/checkpoint/deepspeed/random_state.py"}
+MAY_DRAW = {"runtime/frontdoor/verified.py", "runtime/checkpoint/deepspeed/loading.py"}
 
 
 def draws_of(path):

@@ -103,7 +103,7 @@ def export(folder: str, tag: str | None, to: str) -> None:
     This is needed for checkpoints with optimizer state on a drive. Training may go on during the export.
     """
     from ebbtide.runtime.checkpoint.errors import CheckpointError
-    from ebbtide.runtime.checkpoint.protocol.retention import named_latest
+    from ebbtide.runtime.checkpoint.protocol.folders import named_latest
     from ebbtide.runtime.storage.errors import StorageError
     from ebbtide.runtime.storage.export import export as write
 

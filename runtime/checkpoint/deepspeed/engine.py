@@ -26,8 +26,7 @@ from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.safe_load import load_file
 from ebbtide.runtime.checkpoint.live_state import LiveState
-from ebbtide.runtime.checkpoint.protocol.commit import OUTCOME_GRACE_S, Attempt
-from ebbtide.runtime.checkpoint.protocol.grace import GRACE_S
+from ebbtide.runtime.checkpoint.protocol.commit import GRACE_S, OUTCOME_GRACE_S, Attempt
 from ebbtide.runtime.checkpoint.protocol.peers import Peers, Verdict
 from ebbtide.runtime.checkpoint.protocol.rotation import Note
 from ebbtide.runtime.checkpoint.stream.job import Job, Report

@@ -1,4 +1,6 @@
-"""The installation of ebbtide's checkpoint engine in a DeepSpeed engine."""
+"""The installation of ebbtide's checkpoint engine in a DeepSpeed engine, also in one that runs DeepSpeed's own
+optimizer without a plan.
+"""
 
 import logging
 import weakref
@@ -6,15 +8,85 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from ebbtide.runtime.checkpoint.deepspeed.engine import LazyCheckpointEngine
-from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step
-from ebbtide.runtime.checkpoint.deepspeed.stock import StockState
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.trainers.bystanders import ours, watch
 from ebbtide.runtime.checkpoint.trainers.ending import finish_at_sigterm
 from ebbtide.runtime.hardware.launcher import one_node, rank
 from ebbtide.simulator.plan import CheckpointPlan
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Return whether a DeepSpeed engine is a pipeline engine, which trains by calls of ``train_batch`` only."""
+    return isinstance(engine, PipelineEngine)
+
+
+def call_after_step(engine: Any, call: Callable[[], None]) -> None:
+    """Call a function after each whole optimizer step of a DeepSpeed engine.
+
+    The step counter and the learning-rate schedule match the optimizer state only after the engine's step. They do not
+    match yet when the optimizer's own step returns. DeepSpeed's pipeline engine has no ``step``: each call of its
+    ``train_batch`` is a step.
+    """
+    name = "train_batch" if is_pipeline(engine) else "step"
+    stock, held = getattr(engine, name), weakref.proxy(engine)
+
+    @wraps(stock)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before = held.global_steps
+        result = stock(*args, **kwargs)
+        if held.global_steps != before:
+            call()
+        return result
+
+    setattr(engine, name, step)
+
+
+class StockState:
+    """The state of DeepSpeed's own optimizer, for checkpoints. While a checkpoint still reads this state, the
+    optimizer's step waits.
+
+    It works with any optimizer that keeps its state in ``optimizer.state``, and its fp32 masters as parameters
+    or in ``fp32_partitioned_groups_flat`` (ZeRO-3). Each master with its moments counts as one subgroup.
+    """
+
+    def __init__(self, engine: Any, live: LiveState) -> None:
+        self._optimizer = engine.optimizer
+        self._live = live
+        self._count = 0
+
+    def register(self) -> None:
+        """Register the tensors of DeepSpeed's optimizer state again before a save.
+
+        Loading a checkpoint may have replaced the tensors that were registered before.
+        """
+        masters = self._masters()
+        inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        tensors = {}
+        for number, master in enumerate(masters):
+            state = inner.state.get(master, {})
+            held = [master.detach(), *(v for v in state.values() if torch.is_tensor(v))]
+            tensors[number] = [t for t in held if t.numel() > 1 and t.is_contiguous()]
+        self._live.register_all(tensors)
+        self._count = len(masters)
+
+    def _masters(self) -> list[torch.Tensor]:
+        flat = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)
+        if flat is not None:
+            return [t for t in flat if t is not None]
+        inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        return [p for group in inner.param_groups for p in group["params"]]
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``optimizer.step``."""
+        # If a checkpoint is in progress, first wait until it has read or copied the state that the step overwrites.
+        for subgroup in range(self._count):
+            self._live.before_update(subgroup)
+        return original(*args, **kwargs)
+
 
 logger = logging.getLogger("ebbtide.checkpoint")
 

@@ -8,20 +8,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ebbtide.runtime.checkpoint.deepspeed.loading import random_file
-from ebbtide.runtime.checkpoint.deepspeed.random_state import random_states
+from ebbtide.runtime.checkpoint.deepspeed.loading import random_file, random_states
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.blocks import PlannedFile
 from ebbtide.runtime.checkpoint.format.manifest import stored_name
 from ebbtide.runtime.checkpoint.format.memory import Slots
-from ebbtide.runtime.checkpoint.format.output import Pace
-from ebbtide.runtime.checkpoint.format.skeleton import lay_out, plain
-from ebbtide.runtime.checkpoint.format.tree import tensors_of
+from ebbtide.runtime.checkpoint.format.plain_data import tensors_of
+from ebbtide.runtime.checkpoint.format.skeleton import PlannedFile, lay_out, plain
 from ebbtide.runtime.checkpoint.live_state import AnnouncedStep, LiveState, StoredTensor
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit, Deferred
 from ebbtide.runtime.checkpoint.stream.job import Job
-from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
+from ebbtide.runtime.checkpoint.stream.persist import BlockWriter, Pace
 from ebbtide.simulator.plan import CheckpointPlan
 
 

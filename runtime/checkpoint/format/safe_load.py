@@ -13,8 +13,13 @@ import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.memory import view_at
-from ebbtide.runtime.checkpoint.format.plain_data import ON_STORAGE, plain_classes
-from ebbtide.runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
+from ebbtide.runtime.checkpoint.format.plain_data import (
+    ON_STORAGE,
+    of_the_kind,
+    plain_classes,
+    replace_tensors,
+    tensors_of,
+)
 
 CHUNK_BYTES = 16 * 2**20
 READERS = 4  # threads that read one file

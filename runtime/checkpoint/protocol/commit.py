@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,11 +32,42 @@ from ebbtide.runtime.checkpoint.format.manifest import (
     parse,
     rank_manifest_name,
 )
-from ebbtide.runtime.checkpoint.protocol import grace
-from ebbtide.runtime.checkpoint.protocol.ownership import lives, owner
-from ebbtide.runtime.checkpoint.protocol.publishing import PARTIAL, REPLACED, publish_folder, recover_replaced
-from ebbtide.runtime.checkpoint.protocol.retention import committed, named_latest
+from ebbtide.runtime.checkpoint.protocol.folders import (
+    PARTIAL,
+    REPLACED,
+    committed,
+    lives,
+    named_latest,
+    owner,
+    publish_folder,
+    recover_replaced,
+)
 from ebbtide.runtime.checkpoint.protocol.rotation import Note
+
+GRACE_S = 20.0  # torchrun, SLURM and Kubernetes kill a process 30 s after SIGTERM by default
+
+sigterm_came = threading.Event()
+_came_s = 0.0
+
+
+def tell() -> None:
+    """Record that the process has received SIGTERM, and when, so that waits for other ranks become shorter.
+
+    Later calls change nothing.
+    """
+    global _came_s
+    if not sigterm_came.is_set():
+        _came_s = time.monotonic()
+        sigterm_came.set()
+
+
+def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
+    """Return the monotonic time in seconds at which a checkpoint's wait for other ranks must end."""
+    # After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills this process.
+    if not sigterm_came.is_set():
+        return end_s
+    return min(end_s, max(begin_s, _came_s) + GRACE_S + extra_s)
+
 
 OWNER_NAME = "owner.json"
 OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that no other rank decides before it
@@ -301,7 +333,7 @@ class Commit:
     def _await_latest(self) -> None:
         a, begin_s = self._attempt, time.monotonic()
         while a.save_latest and named_latest(a.save_dir) != a.tag:
-            if time.monotonic() > grace.limit_s(begin_s, begin_s + LATEST_GRACE_S):
+            if time.monotonic() > limit_s(begin_s, begin_s + LATEST_GRACE_S):
                 return
             time.sleep(0.005)
 
@@ -320,13 +352,13 @@ class Commit:
     def _polls(self, what: Callable[[], str], extra_s: float = 0.0) -> Iterator[None]:
         deadline_s, pause_s = self._deadline_s + extra_s, 0.002
         begin = time.monotonic()
-        while time.monotonic() < grace.limit_s(begin, begin + deadline_s, extra_s):
+        while time.monotonic() < limit_s(begin, begin + deadline_s, extra_s):
             yield
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.3)
         raise CheckpointError(
             f"checkpoint {self._attempt.tag!r} failed: {what()} within {deadline_s:g} s (limit: "
-            f"checkpoint.deadline_s, or {grace.GRACE_S:g} s after a SIGTERM). "
+            f"checkpoint.deadline_s, or {GRACE_S:g} s after a SIGTERM). "
             "A rank died, hangs or is slow. This rank committed nothing"
         )
 

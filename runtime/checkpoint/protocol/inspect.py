@@ -18,7 +18,7 @@ from ebbtide.runtime.checkpoint.format.manifest import (
     block_hash,
     parse,
 )
-from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, damaged, named_latest, prune, renamed
+from ebbtide.runtime.checkpoint.protocol.folders import Committed, committed, damaged, named_latest, prune, renamed
 
 __all__ = ["Entry", "Problem", "list_checkpoints", "prune", "verify"]
 

@@ -22,10 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.protocol.folders import (
+    LEASE_S,
+    committed,
+    lives,
+    newest_beside,
+    owner,
+    recover_replaced,
+)
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
-from ebbtide.runtime.checkpoint.protocol.ownership import LEASE_S, lives, owner
-from ebbtide.runtime.checkpoint.protocol.publishing import recover_replaced
-from ebbtide.runtime.checkpoint.protocol.retention import committed, newest_beside
 
 NOTES = ".ebbtide"
 KEPT = "kept_"

@@ -11,7 +11,7 @@ from ebbtide.runtime.checkpoint.errors import Cancelled
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.live_state import AnnouncedStep, LiveState
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
-from ebbtide.runtime.checkpoint.protocol.retention import prune
+from ebbtide.runtime.checkpoint.protocol.folders import prune
 from ebbtide.runtime.checkpoint.protocol.rotation import Note
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.runtime.checkpoint.protocol.retention import holds_checkpoint
+from ebbtide.runtime.checkpoint.protocol.folders import holds_checkpoint
 from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, settle_below
 from ebbtide.runtime.checkpoint.trainers import deleted_first, trainers_folder
 

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.protocol.retention import holds_checkpoint
+from ebbtide.runtime.checkpoint.protocol.folders import holds_checkpoint
 from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, Note, twin
 
 _lock = threading.Lock()

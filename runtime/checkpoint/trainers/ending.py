@@ -9,7 +9,7 @@ import weakref
 from types import FrameType
 from typing import Any, Protocol
 
-from ebbtide.runtime.checkpoint.protocol import grace
+from ebbtide.runtime.checkpoint.protocol import commit
 from ebbtide.runtime.checkpoint.trainers.bystanders import TRAINERS
 
 
@@ -81,7 +81,7 @@ def _package(handler: Any) -> str:
 
 
 def _end() -> None:
-    grace.tell()
+    commit.tell()
     if not _ending.acquire(blocking=False):
         return
     for saving in list(_savers):

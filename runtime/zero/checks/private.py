@@ -95,7 +95,7 @@ def has_experts(model: Any) -> bool:
 
 def pipeline_stages(engine: Any) -> int:
     """Return the number of stages of a DeepSpeed pipeline engine, or 1 for another engine."""
-    from ebbtide.runtime.checkpoint.deepspeed.steps import is_pipeline
+    from ebbtide.runtime.checkpoint.deepspeed.installation import is_pipeline
 
     return int(engine.num_stages) if is_pipeline(engine) else 1
 

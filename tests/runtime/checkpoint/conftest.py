@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.blocks import PlannedFile
 from ebbtide.runtime.checkpoint.format.manifest import stored_name
 from ebbtide.runtime.checkpoint.format.memory import Slots
-from ebbtide.runtime.checkpoint.format.output import Pace
-from ebbtide.runtime.checkpoint.format.skeleton import lay_out, plain
+from ebbtide.runtime.checkpoint.format.skeleton import PlannedFile, lay_out, plain
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
 from ebbtide.runtime.checkpoint.stream.job import Job
-from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
+from ebbtide.runtime.checkpoint.stream.persist import BlockWriter, Pace
 from ebbtide.simulator.plan import READY_BLOCKS
 
 BLOCK = 16384

@@ -14,7 +14,7 @@ import threading
 
 import pytest
 import torch
-from ebbtide.runtime.checkpoint.protocol import grace
+from ebbtide.runtime.checkpoint.protocol import commit
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from ebbtide.runtime.checkpoint.trainers import ending
 from ebbtide.runtime.checkpoint.trainers.bystanders import foreign_trainer, guard, ours, release
@@ -187,7 +187,7 @@ def test_sigterm_commits_what_is_in_flight(tmp_path):
         saver = Saver(job)
         ending.finish_at_sigterm(saver)
         os.write(out, b"x")
-        while not grace.sigterm_came.wait(0.05):
+        while not commit.sigterm_came.wait(0.05):
             pass
         gate.opened.set()
         threading.Event().wait(60)
@@ -241,7 +241,7 @@ def test_a_rank_inside_a_collective_commits_and_ends_at_sigterm(tmp_path):
         gate, job = in_flight(tmp_path / "run")
         saver = Saver(job)
         ending.finish_at_sigterm(saver)
-        threading.Thread(target=lambda: grace.sigterm_came.wait() and gate.opened.set()).start()
+        threading.Thread(target=lambda: commit.sigterm_came.wait() and gate.opened.set()).start()
         ready()
         never_returns()
 
@@ -251,7 +251,7 @@ def test_a_rank_inside_a_collective_commits_and_ends_at_sigterm(tmp_path):
 
 
 def test_nobody_waits_for_a_dead_ranks_vote_after_sigterm(tmp_path, monkeypatch):
-    monkeypatch.setattr(grace, "GRACE_S", 0.2)
+    monkeypatch.setattr(commit, "GRACE_S", 0.2)
 
     def rank(ready):
         bench = Bench(tmp_path / "run", deadline_s=600.0)
@@ -282,8 +282,8 @@ def test_a_forked_worker_dies_of_sigterm_as_with_stock_and_alone(tmp_path):
         ending.finish_at_sigterm(saver)
         worker, _ = in_a_child(lambda ready: (ready(), never_returns()), stock=False)
         ready(b"x" if told_to_end(worker) == -signal.SIGTERM else b"?")
-        grace.sigterm_came.wait(0.5)
-        os._exit(3 if grace.sigterm_came.is_set() else 0)
+        commit.sigterm_came.wait(0.5)
+        os._exit(3 if commit.sigterm_came.is_set() else 0)
 
     pid, _ = in_a_child(rank)
     assert os.waitstatus_to_exitcode(ended(pid)) == 0
@@ -318,7 +318,7 @@ def test_a_trainer_that_ends_gracefully_at_sigterm_still_does(tmp_path):
             pass
         gate.opened.set()
         job.wait()
-        os._exit(8 if grace.sigterm_came.is_set() else 7)  # as the scheduler of a batch system ends a job
+        os._exit(8 if commit.sigterm_came.is_set() else 7)  # as the scheduler of a batch system ends a job
     assert os.read(into, 1) == b"x"
     os.kill(pid, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

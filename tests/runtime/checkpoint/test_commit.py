@@ -14,14 +14,13 @@ import time
 
 import pytest
 import torch
-from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption, newest_whole
+from ebbtide.runtime.checkpoint.deepspeed.loading import Resumption, newest_whole
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import rank_manifest_name
-from ebbtide.runtime.checkpoint.protocol import retention
+from ebbtide.runtime.checkpoint.protocol import folders
+from ebbtide.runtime.checkpoint.protocol.folders import being_read, publish_folder, recover_replaced
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
-from ebbtide.runtime.checkpoint.protocol.publishing import publish_folder, recover_replaced
-from ebbtide.runtime.checkpoint.protocol.retention import being_read
 
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, Gate, some_state
 
@@ -284,14 +283,14 @@ def test_an_old_checkpoint_that_the_trainer_deletes_first_is_no_error(bench, mon
             return function(*args)
 
     if call == "list":
-        listed = retention.committed
+        listed = folders.committed
 
         def deleted_behind_the_list(folder):
             found = listed(folder)
             shutil.rmtree(folder / "a")
             return found
 
-        monkeypatch.setattr(retention, "committed", deleted_behind_the_list)
+        monkeypatch.setattr(folders, "committed", deleted_behind_the_list)
     bench.save(some_state(2), "b", files=Overtaken(), keep=1)
     assert visible(bench.folder) == ["b", "latest"]
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
+from ebbtide.runtime.checkpoint.deepspeed.loading import newest_whole
 from ebbtide.runtime.checkpoint.protocol.commit import Deferred
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from ebbtide.runtime.checkpoint.trainers.bystanders import watch

@@ -143,7 +143,7 @@ def test_what_a_load_finds(root):
     # ebbtide keeps a copy of the deleted checkpoint until that commit. It restores the checkpoint from the copy when a
     # script lists the folder of checkpoints. A script that loads by path may not list this folder, so the load, too,
     # must restore the checkpoint.
-    from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
+    from ebbtide.runtime.checkpoint.deepspeed.loading import Resumption
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.peers import Peers
 

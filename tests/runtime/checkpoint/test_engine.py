@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step
+from ebbtide.runtime.checkpoint.deepspeed.installation import call_after_step
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.checkpoint.live_state import LiveState

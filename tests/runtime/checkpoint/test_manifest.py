@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
+from ebbtide.runtime.checkpoint.deepspeed.loading import newest_whole
 from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
 from ebbtide.runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,

@@ -8,12 +8,11 @@ import pytest
 import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format import output
-from ebbtide.runtime.checkpoint.format.blocks import State
 from ebbtide.runtime.checkpoint.format.memory import HostBytes
-from ebbtide.runtime.checkpoint.format.output import Pace
-from ebbtide.runtime.checkpoint.format.skeleton import lay_out
+from ebbtide.runtime.checkpoint.format.skeleton import State, lay_out
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
+from ebbtide.runtime.checkpoint.stream import persist
+from ebbtide.runtime.checkpoint.stream.persist import Pace
 from ebbtide.simulator.plan import READY_BLOCKS
 
 from tests.runtime.checkpoint.conftest import BLOCK, Bench, bytes_of_tensors, some_state
@@ -214,7 +213,7 @@ def test_pace_adds_up(monkeypatch):
     def sleep(seconds):
         passed_s[0] += seconds
 
-    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: passed_s[0], sleep=sleep))
+    monkeypatch.setattr(persist, "time", SimpleNamespace(monotonic=lambda: passed_s[0], sleep=sleep))
     pace = Pace(1e6)
     for written in range(5):
         pace.wait(100_000, lambda: False)

@@ -9,7 +9,7 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from ebbtide.runtime.checkpoint.format.tree import tensors_of
+from ebbtide.runtime.checkpoint.format.plain_data import tensors_of
 from ebbtide.simulator import CheckpointPlan
 
 from studies.bench.bits import state_of

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
+from ebbtide.runtime.checkpoint.deepspeed.loading import newest_whole
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import stored_name
 from ebbtide.runtime.checkpoint.live_state import StoredTensor

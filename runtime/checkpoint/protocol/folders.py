@@ -1,16 +1,113 @@
-"""Functions that list the checkpoints of a folder, find checkpoints in sibling folders, and delete old checkpoints."""
+"""The folders of checkpoints: which process writes to a folder, how a finished folder gets its final name, which
+checkpoints a folder has, and the deletion of old ones.
+
+A process that saves a checkpoint writes its identity to a file (a note) in the checkpoint's folder. Another process can
+then tell a save in progress from a save that has crashed.
+"""
 
 import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, parse
+
+LEASE_S = 4.0  # interval at which a note is renewed
+LEASES = 3  # after this many intervals without renewal, the owner of a note counts as dead
+
+
+def owner() -> dict[str, Any]:
+    """Return the identity of this process, including its start time."""
+    # The start time is needed because another process may have the same process id after a container's restart.
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _started(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def lives(who: dict[str, Any], path: Path) -> bool:
+    """Return whether the process that wrote a note in a checkpoint folder may still be running."""
+    if who.get("host") != socket.gethostname():
+        return _is_renewed(path)
+    started = _started(int(who.get("pid", 0)))
+    return bool(started) and started == who.get("started", started)
+
+
+def _is_renewed(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        before = path.stat().st_mtime_ns
+        if _now_ns(path.parent) - before > LEASES * LEASE_S * 1e9:
+            return False  # not renewed for long enough, so that a resume after a crash need not wait
+        for _ in range(LEASES):
+            time.sleep(LEASE_S)  # whether a process on another machine has died shows only by its silence
+            if path.stat().st_mtime_ns != before:
+                return True
+    return False
+
+
+def _now_ns(folder: Path) -> int:
+    try:
+        os.utime(folder)
+        return folder.stat().st_mtime_ns
+    except OSError:  # the folder belongs to another user
+        return time.time_ns()
+
+
+PARTIAL, REPLACED = ".partial", ".replaced"
+
+
+def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None) -> None:
+    """Rename a finished checkpoint folder to its final name. Return when the name is durable.
+
+    If a folder already has this name, the two folders are exchanged in one step if the filesystem can.
+    Otherwise the old folder is first renamed to ``.TAG.NONCE.replaced``. If a crash comes before the second
+    rename, `recover_replaced` restores it.
+
+    Args:
+        aside: Function that receives the replaced folder. The default deletes it.
+    """
+    if not target.exists():
+        files.rename(staging, target)
+        leftover = None
+    elif files.exchange(staging, target):
+        leftover = staging
+    else:
+        leftover = staging.with_suffix(REPLACED)
+        files.rename(target, leftover)
+        files.point("tag_set_aside")
+        files.rename(staging, target)
+    files.point("tag_renamed")
+    files.fsync_folder(target.parent)
+    files.point("parent_fsynced")
+    if leftover is not None:
+        with contextlib.suppress(OSError):  # the next attempt removes it
+            (aside or files.remove_tree)(leftover)
+
+
+def recover_replaced(save_dir: Path, files: Files) -> None:
+    """Give old checkpoints their names back after a crash.
+
+    The crash came while an old checkpoint was being replaced by a new one of the same name: after the old one was
+    renamed, and before the new one had the name.
+    """
+    for folder in save_dir.glob(f".*{REPLACED}"):
+        tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
+        if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():
+            with contextlib.suppress(FileNotFoundError):  # another rank has already done it
+                files.rename(folder, save_dir / tag)
+                files.fsync_folder(save_dir)
 
 
 @dataclass(frozen=True)
