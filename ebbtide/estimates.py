@@ -172,10 +172,8 @@ def _answered(
     """Return the answer for a training job, with the numbers of a strategy. None: of the advised one."""
     from ebbtide.simulator.analysis.best_setting import simulated
     from ebbtide.tuner.advice.even import quick_or_roomiest
-    from ebbtide.tuner.answer.about import about
-    from ebbtide.tuner.answer.roles import role_of
     from ebbtide.tuner.answer.rows import alternatives, compare
-    from ebbtide.tuner.answer.verdict import verdict
+    from ebbtide.tuner.answer.verdict import about, role_of, verdict
 
     plan, problem = _planned(work, machine, limits, memory, full=full)
     if plan is None or not plan.alternatives:

@@ -18,8 +18,8 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.tuner.advice.faster import faster
-from ebbtide.tuner.answer.alone import Alone
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.answer.rows import Alone
+from ebbtide.tuner.service.requests import MODELS
 
 from studies.bench.console import publish, study_parser
 

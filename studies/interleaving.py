@@ -31,7 +31,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE
-from ebbtide.tuner.calibrate.knobs import knobs_of, turned
+from ebbtide.tuner.calibrate.calibration import knobs_of, turned
 from ebbtide.tuner.placements.planning import plan
 from rich.progress import track
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from ebbtide.simulator import Plan, Prediction
-from ebbtide.tuner.answer.roles import role_of
+from ebbtide.tuner.answer.verdict import role_of
 
 from studies.bench.bits import differences
 from studies.bench.phase_clock import PHASES, medians

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ebbtide.simulator import Machine, Placement, Plan, Quantity, Workload
-from ebbtide.tuner.answer.roles import role_of
+from ebbtide.tuner.answer.verdict import role_of
 from rich.table import Table
 
 from studies.bench.phase_clock import PHASES

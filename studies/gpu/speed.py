@@ -9,7 +9,7 @@ from typing import Any
 from ebbtide.simulator import Placement, Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.roles import SETTING, role_of
+from ebbtide.tuner.answer.verdict import SETTING, role_of
 
 from studies.gpu.suite import Figures, OutOfTimeError, Suite
 

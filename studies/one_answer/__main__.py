@@ -26,9 +26,8 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
 from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.advice.faster import faster
-from ebbtide.tuner.answer.alone import Alone
-from ebbtide.tuner.answer.roles import BEST, role_of
-from ebbtide.tuner.answer.rows import best_stock, compare
+from ebbtide.tuner.answer.rows import Alone, best_stock, compare
+from ebbtide.tuner.answer.verdict import BEST, role_of
 from ebbtide.tuner.cli import main as tune
 from ebbtide.tuner.configurations.deciding import explore
 from ebbtide.tuner.configurations.evaluation import Question as Configurations
@@ -36,8 +35,7 @@ from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.service import answers
-from ebbtide.tuner.service.requests import Answer, PlanJob, WhatIf
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS, Answer, PlanJob, WhatIf
 
 from studies.bench.console import publish, study_parser
 from studies.one_answer.automatic import automatic

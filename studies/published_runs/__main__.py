@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator import Machine
-from ebbtide.tuner.calibrate.causes import CAMPAIGN_SPREAD, OFFLOAD_SPREAD
+from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD
 from rich.console import Console
 
 from studies.bench.console import study_parser, tables

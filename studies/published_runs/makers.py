@@ -1,7 +1,7 @@
 """The difference in speed between nodes that have the same GPUs but come from several makers.
 
 A machine preset does not tell such nodes apart, so this difference widens the intervals around ebbtide's predictions
-(`ebbtide.tuner.calibrate.causes.CAMPAIGN_SPREAD`). The difference is computed from benchmarks that are not among the
+(`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`). The difference is computed from benchmarks that are not among the
 runs on which these intervals are tested.
 """
 

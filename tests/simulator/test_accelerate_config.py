@@ -10,8 +10,7 @@ from ebbtide import estimate
 from ebbtide.simulator import ModelError
 from ebbtide.simulator.estimates.deepspeed_keys import _UNCOUNTED, check_counted, loaded, of_accelerate, read_file
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.service.requests import Answer
-from ebbtide.tuner.service.scenario import job_of
+from ebbtide.tuner.service.requests import Answer, job_of
 
 CPU = {"device": "cpu"}
 

@@ -13,8 +13,7 @@ from ebbtide.simulator.quantity import Quantity
 from ebbtide.tuner.inputs import options_of
 from ebbtide.tuner.placements.planning import plan
 from ebbtide.tuner.quantities import told_seconds
-from ebbtide.tuner.service.requests import Scenario
-from ebbtide.tuner.service.scenario import workload_of
+from ebbtide.tuner.service.requests import Scenario, workload_of
 from pydantic import ValidationError
 
 from tests.machines import node, workload

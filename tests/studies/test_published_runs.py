@@ -13,8 +13,7 @@ import pytest
 from ebbtide.simulator import preset
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD
-from ebbtide.tuner.calibrate.causes import CAMPAIGN_SPREAD, OFFLOAD_SPREAD
-from ebbtide.tuner.calibrate.interval import model_spread
+from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD, model_spread
 
 from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
 from studies.published_runs import __main__ as published_runs

@@ -10,7 +10,7 @@ import math
 import pytest
 from ebbtide.simulator import preset_names
 from ebbtide.simulator.engines.compiled import simulate_fast
-from ebbtide.tuner.calibrate.causes import OFFLOAD_SPREAD
+from ebbtide.tuner.calibrate.interval import OFFLOAD_SPREAD
 
 from studies.published_runs import families
 from studies.published_runs.training import FAMILIES, UNTOLD_VERSION, Prediction, predict_training, read_training_runs

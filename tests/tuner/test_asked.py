@@ -19,8 +19,7 @@ from ebbtide.tuner.cli import COMMANDS, main
 from ebbtide.tuner.lazy_group import PATHS
 from ebbtide.tuner.quantities import size_bytes
 from ebbtide.tuner.service import answers
-from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf
-from ebbtide.tuner.service.scenario import job_of, machine_of
+from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf, job_of, machine_of
 
 MODEL = "Llama 3.2 1B"
 

@@ -14,10 +14,8 @@ from ebbtide.simulator import Machine, Quantity, build_strategy, preset, workloa
 from ebbtide.simulator.engines.reference import rank_share
 from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.tuner.calibrate import calibration
-from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, calibrate, predicted_s
-from ebbtide.tuner.calibrate.causes import causes
-from ebbtide.tuner.calibrate.interval import interval_s, rates_sigma, workload_interval_s
-from ebbtide.tuner.calibrate.knobs import knobs_of, turned
+from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, calibrate, knobs_of, predicted_s, turned
+from ebbtide.tuner.calibrate.interval import causes, interval_s, rates_sigma, workload_interval_s
 
 from tests.tuner.test_cli import run
 

@@ -8,8 +8,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.plan import Way
 from ebbtide.simulator.schedules.strategies import stock_offload
-from ebbtide.tuner.calibrate.causes import causes, own_spread, shared_spread
-from ebbtide.tuner.calibrate.interval import workload_interval_s
+from ebbtide.tuner.calibrate.interval import causes, own_spread, shared_spread, workload_interval_s
 
 GPT = {"layers": 4, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 

@@ -22,7 +22,7 @@ from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.shares import Shares
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS
 
 LITTLE = 0.11  # effort of a search
 

@@ -17,8 +17,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.service import answers
-from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS, Answer, Simulate, WhatIf
 
 ASKED = ("Llama 3.2 3B", "rtx4090", 1024, 10**9)
 

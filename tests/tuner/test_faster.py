@@ -15,8 +15,7 @@ from ebbtide.tuner.advice.even import even_plan, quick_or_none
 from ebbtide.tuner.advice.faster import WORTH, Faster, faster
 from ebbtide.tuner.advice.tried import Changing
 from ebbtide.tuner.service import answers
-from ebbtide.tuner.service.requests import Answer
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS, Answer
 
 from tests.tuner.test_cli import run
 

@@ -13,8 +13,7 @@ from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.offloading import offloading
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.inputs import given, options_of
-from ebbtide.tuner.service.requests import Request, Scenario, fields_of_a_job
-from ebbtide.tuner.service.scenario import job_of
+from ebbtide.tuner.service.requests import Request, Scenario, fields_of_a_job, job_of
 from pydantic import create_model
 
 # The loss and the layers are large enough that each setting of theirs counts.

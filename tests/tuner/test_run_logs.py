@@ -8,8 +8,7 @@ from ebbtide.simulator import Machine, build_strategy, preset, workload_from_mod
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.tuner.calibrate.calibration import CalibrationError, predicted_s
-from ebbtide.tuner.calibrate.deepspeed_log import levels_s, read_log
-from ebbtide.tuner.calibrate.run_logs import Described, read_observations
+from ebbtide.tuner.calibrate.run_logs import Described, levels_s, read_log, read_observations
 
 from tests.tuner.test_cli import run
 

@@ -18,7 +18,7 @@ from ebbtide.tuner.placements.decision import QUICK, Question, decide
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import WORTH_FREEING, Shares, descend, free_parameters, spaced, spread
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS
 
 from tests.tuner.test_laws import job as random_job
 

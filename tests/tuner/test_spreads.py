@@ -8,8 +8,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.even import quick_or_none
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.answer.verdict import TOLD, verdict
-from ebbtide.tuner.calibrate.causes import causes
-from ebbtide.tuner.calibrate.interval import Spread
+from ebbtide.tuner.calibrate.interval import Spread, causes
 
 
 def rows_on(name, **job):

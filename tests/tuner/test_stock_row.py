@@ -18,11 +18,9 @@ from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.tuner.advice.even import even_plan
-from ebbtide.tuner.answer.alone import Alone
-from ebbtide.tuner.answer.roles import role_of
-from ebbtide.tuner.answer.rows import OVERLAPS, WAITS_FOR_NORM, alternatives, best_stock, compare, stock_beside
-from ebbtide.tuner.answer.verdict import headline
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.answer.rows import OVERLAPS, WAITS_FOR_NORM, Alone, alternatives, best_stock, compare, stock_beside
+from ebbtide.tuner.answer.verdict import headline, role_of
+from ebbtide.tuner.service.requests import MODELS
 
 from tests.tuner.test_cli import run
 

@@ -25,7 +25,7 @@ from ebbtide.tuner.placements.decision import Question
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.search import Search
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS
 
 from tests.tuner.test_search import machine
 from tests.tuner.test_search import workload as twenty

@@ -9,7 +9,7 @@ from ebbtide.simulator import preset, workload_from_model
 from ebbtide.tuner.answer.report import show_plan, wide_console
 from ebbtide.tuner.answer.use import trainer, use
 from ebbtide.tuner.placements.planning import plan
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ebbtide.tuner.placements.fit import check_bytes
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.quantities import size_bytes
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.requests import MODELS
 
 from tests.machines import node
 from tests.tuner.test_search import workload

@@ -20,7 +20,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import CheckpointPlan, Plan, Prediction
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.roles import Role
+from ebbtide.tuner.answer.verdict import Role
 from ebbtide.tuner.placements.checkpointing import (
     LEAST_BUDGET_BYTES,
     WRITERS_BYTES,

@@ -10,8 +10,7 @@ from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import RATES
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.schedule import KINDS, Memory
-from ebbtide.tuner.answer.roles import BY_KIND, role_of
-from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.answer.verdict import BY_KIND, headline, role_of
 from ebbtide.tuner.quantities import told_least, told_seconds
 from rich.box import SIMPLE_HEAD
 from rich.console import Console

@@ -10,7 +10,7 @@ from typing import Any
 from ebbtide.simulator.drawing import GROUPS, lane_names
 from ebbtide.simulator.schedule import Lane, Schedule, Span
 from ebbtide.simulator.timeline import Timeline, critical_path
-from ebbtide.tuner.answer.roles import role_of
+from ebbtide.tuner.answer.verdict import role_of
 
 MOST_SPANS = 500  # most ops that are drawn of one timeline
 MOST_SAMPLES = 300  # most samples that are drawn of a memory curve

@@ -1,13 +1,98 @@
-"""The instructions for training under a plan: a DeepSpeed config, a command, and arguments for the Hugging
-Face Trainer.
+"""The instructions for training under a plan: a DeepSpeed config, a command, and arguments for the Hugging Face
+Trainer.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from ebbtide.simulator.estimates.deepspeed_keys import PROCESSES
+from ebbtide.simulator.page import write_whole
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.emitted_config import config_without_offload, emitted_config
+from ebbtide.simulator.workload import TrainedAs, Workload
+
+# Values that transformers and Accelerate fill in from their own arguments.
+_FILLED_IN: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+def emitted_config(
+    plan: Plan, plan_file: str, given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3
+) -> dict[str, Any]:
+    """Build a DeepSpeed config that makes training follow a plan.
+
+    Values of a given config are kept, except those that the plan decides. If a value is ``"auto"`` and
+    the plan depends on it, the plan's number is written instead.
+
+    Args:
+        plan_file: Path of the plan's file, to be written into the config. A script may run in any
+            folder, so the path should be absolute, or the file should lie next to the config.
+        given: DeepSpeed config to start from. If None, all other values are left to the trainer.
+        wire_dtype: Dtype of gradients and parameters: ``bf16``, ``fp16`` or ``fp32``.
+
+    Raises:
+        ValueError: ``given`` is for another ZeRO stage.
+    """
+    config = _base(wire_dtype, zero_stage) if given is None else dict(given)
+    config.pop(PROCESSES, None)  # of Accelerate's config
+    zero = config["zero_optimization"] = dict(config.get("zero_optimization") or {})
+    if zero.get("stage") is None:
+        zero["stage"] = zero_stage
+    if zero["stage"] != zero_stage:
+        raise ValueError(
+            f"zero_optimization.stage in --ds-config must be {zero_stage}, which the plan is for, "
+            f"but got {zero['stage']!r}: plan with --zero-stage {zero['stage']}, or change the file"
+        )
+    zero["sub_group_size"] = plan.config_subgroup_size
+    offload = zero.get("offload_optimizer")
+    offload = offload if isinstance(offload, dict) else {}
+    if offload.get("device") != "nvme":  # with nvme, the config trains under a plan unchanged
+        zero["offload_optimizer"] = {**offload, "device": "cpu"}
+    if "host" in plan.parameter_locations:  # without this key, DeepSpeed starts with all parameters in GPU memory
+        zero.setdefault("offload_param", {"device": "cpu"})
+    if plan.trained_as is not None:
+        _write_numbers(config, plan.trained_as)
+    config["ebbtide"] = {"plan": plan_file}
+    return config
+
+
+def config_without_offload(given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3) -> dict[str, Any]:
+    """Build a DeepSpeed config that trains with all state and parameters in GPU memory.
+
+    Args:
+        given: DeepSpeed config to start from, which loses its offload. If None, other values are left to the trainer.
+    """
+    config = _base(wire_dtype, zero_stage) if given is None else dict(given)
+    zero = {"stage": zero_stage, **(config.get("zero_optimization") or {})}
+    config["zero_optimization"] = {key: value for key, value in zero.items() if not key.startswith("offload_")}
+    config.pop("ebbtide", None)
+    return config
+
+
+def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
+    numbers = {"train_micro_batch_size_per_gpu": steps.micro_batch, "gradient_accumulation_steps": steps.accumulation}
+    for key, number in numbers.items():
+        if config.get(key) == "auto":
+            config[key] = number
+    for name in ("bf16", "fp16"):
+        section = config.get(name)
+        if isinstance(section, dict) and section.get("enabled") == "auto":
+            config[name] = {**section, "enabled": name == steps.precision}
+
+
+def write_config(config: dict[str, Any], path: str) -> None:
+    """Write a DeepSpeed config to a file. After a crash, the file has either the old or the whole new content."""
+    write_whole(path, json.dumps(config, indent=2) + "\n")
+
+
+def _base(wire_dtype: str, zero_stage: int) -> dict[str, Any]:
+    zero = {"stage3_gather_16bit_weights_on_model_save": True} if zero_stage == 3 else {}
+    precision = {} if wire_dtype == "fp32" else {wire_dtype: {"enabled": "auto"}}
+    return {**_FILLED_IN, **precision, "zero_optimization": zero}
+
 
 CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 

@@ -1,5 +1,7 @@
-"""The advice for or against offloading optimizer state, in one sentence. Plan files, the planning service
-and searches apply the same rule.
+"""The first sentences of every answer: the model, its parameters and the machine, and the advice for or against
+offloading optimizer state. Plan files, the planning service and searches apply the same rule.
+
+This module imports no simulation, so that commands which only print results start without numba.
 """
 
 import math
@@ -8,9 +10,77 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ebbtide.simulator.limits import lacks
+from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Prediction
-from ebbtide.tuner.answer.roles import BEST, SETTING, Role, role_of
+from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.quantities import told_seconds
+
+
+def about(workload: Workload, machine: Machine) -> str:
+    """Return a line that names the model and the machine of a training job.
+
+    >>> about(workload, machine)
+    'Llama 3 8B, 8.03 B parameters, on 1 x NVIDIA GeForce RTX 4090 (preset rtx4090, rates from data sheets)'
+    """
+    job, ranks = workload.job, workload.ranks_per_node * workload.nodes
+    params = sum(block.elements for block in job.architecture.blocks()) if job else workload.params * ranks
+    return about_model(workload.name, params, machine, ranks)
+
+
+def about_model(name: str, params: int, machine: Machine, gpus: int = 0) -> str:
+    """Return the same as `about`, from the model's name and its number of parameters.
+
+    Args:
+        gpus: Number of GPUs of the job. 0: it is what the answer is about.
+    """
+    size = f"{params / 1e9:.3g} B" if params >= 1e8 else f"{params / 1e6:.3g} M"
+    fitted = any(getattr(value, "source", "") == "fitted" for _, value in machine)
+    rates = "rates fitted to runs" if fitted else "rates from data sheets" if machine.is_preset else "rates measured"
+    known = f"preset {machine.name}" if machine.is_preset else machine.name
+    return f"{name}, {size} parameters, on {_cards(machine, gpus)} ({known}, {rates})"
+
+
+def _cards(machine: Machine, gpus: int) -> str:
+    card, there = machine.device_name or machine.name, machine.gpus_per_node
+    if machine.unified_memory or machine.device_kind == "emulated":
+        return f"{gpus} x {card}" if gpus > 1 else card
+    if not gpus:
+        return f"{there} x {card}"
+    if gpus > there:
+        return f"{gpus} x {card} in {-(-gpus // there)} machines"
+    return f"{gpus} of {there} x {card}" if gpus < there else f"{gpus} x {card}"
+
+
+Role = Literal["plan", "stock", "best stock", "no offload", "variant", "peer"]
+# Strategies of the simulator that are DeepSpeed's own offload.
+_STOCK = ("stock", "zero3_offload", "zero3_offload_unpinned", "zero3_offload_async", "zero_offload", "zero_infinity")
+# Beginning of the label of a row for DeepSpeed with other settings. Such rows count as other systems.
+SETTING = "stock, "
+# Beginning of the label of the row for DeepSpeed's fastest settings at any ZeRO stage.
+BEST = "DeepSpeed alone at its best"
+BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
+
+
+def role_of(label: str) -> Role:
+    """Return the kind of training that a label stands for, such as training without offload.
+
+    The label is that of a row in a plan's ``alternatives``, or the name of a simulated strategy, such as
+    ``zero_infinity``, with which traces and older plans name their timelines.
+
+    Returns:
+        ``plan``, ``stock`` (DeepSpeed without a plan), ``best stock`` (its fastest settings at any ZeRO stage), ``no
+        offload``, ``variant`` (a variant of the plan), or ``peer`` (another system, or DeepSpeed with other settings).
+    """
+    if label == "ebbtide":
+        return "plan"
+    if label.startswith(BEST):
+        return "best stock"
+    if label.startswith("stock ZeRO-") or label in _STOCK:
+        return "stock"
+    if label in ("no offload", "no_offload", "not offloading"):
+        return "no offload"
+    return "variant" if label.startswith("ebbtide, ") else "peer"
+
 
 LITTLE = 5e-3  # relative distance from the lower bound that is smaller than any measurement error
 ROUNDED = 1e-6  # in percent

@@ -1,11 +1,25 @@
-"""Readers for measured training runs in a DeepSpeed log, a workload profile, or a CSV file."""
+"""Readers for measured training runs in a DeepSpeed log, a workload profile, or a CSV file, and checks of these runs.
+
+With ``wall_clock_breakdown``, DeepSpeed prints the phases of each iteration. With ``steps_per_print`` and log level
+info, its throughput timer also prints lines with the time of day and the step number. The time between two such lines
+is the time of whole iterations, including the training loop.
+
+The samples per second in these lines do not give the time of an iteration. DeepSpeed's timer (``utils/timer.py``,
+ThroughputTimer) starts at each forward (``runtime/engine.py``), or at each fetch of a batch if DeepSpeed was given
+``training_data`` (``runtime/dataloader.py``). It ends with ``step()``. A log does not show which of the two was timed,
+and the loop's time after a step is never included. So samples per second are used only to find the number of samples
+per iteration. This holds for DeepSpeed 0.18.6 to 0.19.8.
+"""
 
 import csv
 import math
+import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +30,210 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.calibrate.calibration import PHASES, CalibrationError, Observation
-from ebbtide.tuner.calibrate.deepspeed_log import WARM_UP, DeepSpeedLog, level_notes, read_log
-from ebbtide.tuner.calibrate.run_checks import batch_notes, check_whole, loop_notes, phases_of, too_short
+from ebbtide.tuner.calibrate.calibration import PHASES, CalibrationError, Observation, predicted_s
+
+WARM_UP = 2  # iterations that compile, allocate and trace
+# Iteration times lie on two levels if a gap of at least this factor separates them, and each level has at least the
+# given number and share of the iterations.
+LEVEL_FACTOR = 1.25
+LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL = 2, 0.2
+# DeepSpeed's timers at an accumulation boundary, which cover all micro-batches of the step. A number that is cut off,
+# or mixed with another process's output, does not match.
+_TIMER = re.compile(r" \| (\w+): (\d+(?:\.\d+)?)(?![\w.])")
+_GLOBAL = re.compile(rf"time \(ms\)((?:{_TIMER.pattern})+)")
+# DeepSpeed before 0.9 did not abbreviate the names of phases.
+_NAMES = ({"fwd": "forward", "bwd": "backward", "step": "step"}, {n: n for n in ("forward", "backward", "step")})
+# The message of torchrun when it sets the variable, and other ways to print an environment variable.
+_THREADS = re.compile(r"OMP_NUM_THREADS(?: environment variable for each process to be |\W{1,5})(\d+)\b")
+_STEP = re.compile(
+    r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\][^\n]*)?"
+    r"global_step=(\d+), RunningAvgSamplesPerSec=\S+ CurrSamplesPerSec=([\d.]+(?:e[+-]?\d+)?)"
+)
+
+
+@dataclass(frozen=True)
+class DeepSpeedLog:
+    """Measured times from a DeepSpeed log, without the first iterations (warm-up).
+
+    Attributes:
+        phases_s: Seconds of each iteration by phase.
+        wholes_s: Seconds per whole iteration, from the times of day in the log.
+        samples_per_s: Samples per second as DeepSpeed prints them.
+        iterations: Number of logged iterations, including warm-up.
+        omp_threads: OMP_NUM_THREADS of each rank. None if the log does not show it.
+    """
+
+    phases_s: Mapping[str, Sequence[float]]
+    wholes_s: Sequence[float]
+    samples_per_s: Sequence[float]
+    iterations: int
+    omp_threads: int | None = None
+
+    @property
+    def sums_s(self) -> list[float]:
+        """Return a list with the seconds of each iteration in a DeepSpeed log: the sum over the iteration's phases."""
+        return [sum(seconds) for seconds in zip(*self.phases_s.values(), strict=True)]
+
+
+def read_log(text: str) -> DeepSpeedLog:
+    """Parse the text of a DeepSpeed log into measured times. For a log without timing lines, the result has
+    empty lists.
+    """
+    phases: dict[str, list[float]] = {phase: [] for phase in _NAMES[0].values()}
+    for line in _GLOBAL.finditer(text):
+        timers = {key: float(ms) for key, ms in _TIMER.findall(line[1])}
+        # Timers of single micro-batches have other names.
+        for key, phase in next((names for names in _NAMES if names.keys() <= timers.keys()), {}).items():
+            phases[phase].append(timers[key] / 1e3)
+    count = len(phases["step"])
+    threads = _THREADS.search(text)
+    steps = [match.groups() for match in _STEP.finditer(text)]
+    return DeepSpeedLog(
+        {phase: seconds[WARM_UP:] for phase, seconds in phases.items()},
+        _wholes_s([(datetime.fromisoformat(at), int(n)) for at, n, _ in steps if at]),
+        [float(rate) for _, _, rate in steps if float(rate) > 0],
+        count,
+        int(threads[1]) if threads else None,
+    )
+
+
+def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
+    # A smaller step number than before means that another run begins. DeepSpeed prints no such line before its third
+    # step, so warm-up is not included.
+    return [
+        (later - at).total_seconds() / (number - before)
+        for (at, before), (later, number) in pairwise(steps)
+        if number > before and later > at
+    ]
+
+
+def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None:
+    """Split measured iteration times in seconds into a list of short and a list of long ones, at the widest
+    gap. Return None if no gap is wide enough.
+    """
+    ordered = sorted(seconds)
+    least = max(LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL * len(ordered))
+    gaps = [
+        (ordered[i] / max(ordered[i - 1], 1e-9), i)
+        for i in range(1, len(ordered))
+        if least <= i <= len(ordered) - least
+    ]
+    if not gaps or max(gaps)[0] < LEVEL_FACTOR:
+        return None
+    at = max(gaps)[1]
+    return ordered[:at], ordered[at:]
+
+
+def level_notes(name: str, log: DeepSpeedLog) -> list[str]:
+    """Return a list with one warning if the iterations in a DeepSpeed log have two clearly different lengths,
+    otherwise an empty list.
+    """
+    levels = levels_s(log.sums_s)
+    if levels is None:
+        return []
+    short, long = levels
+    return [
+        f"{name}: {len(short)} of its iterations take about {statistics.median(short):.3g} s "
+        f"(forward, backward and step), {len(long)} about {statistics.median(long):.3g} s, and the "
+        "medians of all were taken. Does it hold two runs? Give --runs a log of one."
+    ]
+
+
+# The total may be smaller than the sum of its phases by this share, because the sum of medians is not the median of the
+# sum.
+SHORTFALL = 0.05
+# Time between the phases, as a multiple of the phases, above which a note is shown.
+LONG_LOOP = 1.0
+# Without times of day in a log, samples per second may include waiting for data. The total time is at most this
+# multiple of the phases.
+LONG_WAIT = 2.0
+# Factor between measured and predicted times that suggests a wrong unit. Presets are wrong by a tenth of it at most,
+# and a mistake of milliseconds for seconds is a factor of a thousand.
+WRONG_UNIT = 100.0
+FLAGS_OF_THE_BATCH = "--micro-batch, --accumulation, --data-parallel or the batch in --ds-config"
+
+
+def phases_of(measured_s: Mapping[str, float]) -> float:
+    """Return the sum of the measured seconds of a run's phases: forward, backward and step."""
+    return sum(seconds for phase, seconds in measured_s.items() if phase != "iteration")
+
+
+def too_short(whole_s: float, measured_s: Mapping[str, float]) -> bool:
+    """Return True if the measured seconds of a run's whole iteration are clearly fewer than the sum of its
+    phases, which is impossible.
+    """
+    return whole_s < (1 - SHORTFALL) * phases_of(measured_s)
+
+
+def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
+    """Check that a run's measured iteration is at least as long as its phases together.
+
+    Raises:
+        CalibrationError: The iteration is shorter.
+    """
+    whole_s = measured_s.get("iteration")
+    if whole_s is not None and too_short(whole_s, measured_s):
+        raise CalibrationError(
+            f"{name}: an iteration must take at least as long as its phases together, but takes "
+            f"{whole_s:.6g} s and its phases {phases_of(measured_s):.6g} s: check the columns' units "
+            "(_ms or _s), and leave out what was measured in another run"
+        )
+
+
+def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
+    """Return a list with one warning if a measured training run spends much more time between its phases
+    (forward, backward, step) than in them, otherwise an empty list.
+    """
+    phases_s = phases_of(measured_s)
+    between_s = measured_s.get("iteration", 0.0) - phases_s
+    if len(measured_s) < 4 or between_s <= LONG_LOOP * phases_s:
+        return []
+    return [
+        f"{name}: {between_s:.3g} s of an iteration are outside its phases, "
+        f"{between_s / phases_s:.1f} times the phases themselves ({phases_s:.3g} s), and are taken as "
+        "loop_s. If the training loop does not wait so long (for data, evaluation, checkpoints), "
+        "check the iteration times in --runs and their unit"
+    ]
+
+
+def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]) -> list[str]:
+    """Return a list with one warning if the samples per second in DeepSpeed's log contradict the batch size that the
+    flags of ``tune calibrate`` give, otherwise an empty list.
+
+    The batch size divided by the samples per second is the time that DeepSpeed's timer measured in an iteration. This
+    time must be at least the sum of forward, backward and step, and at most the whole iteration.
+    """
+    timed_s, phases_s = samples / samples_per_s, phases_of(measured_s)
+    most_s = (1 + SHORTFALL) * measured_s.get("iteration", LONG_WAIT * phases_s)
+    if (1 - SHORTFALL) * phases_s <= timed_s <= most_s:
+        return []
+    return [
+        f"{name}: at {samples_per_s:.4g} samples per second, the {samples} samples of an iteration take "
+        f"{timed_s:.3g} s, but forward, backward and step took {phases_s:.3g} s, enough for "
+        f"about {samples_per_s * phases_s:.3g} samples: check {FLAGS_OF_THE_BATCH}"
+    ]
+
+
+def check_scale(machine: Machine, observations: Sequence[Observation]) -> None:
+    """Refuse a measured run with a phase a hundred times longer or shorter than predicted.
+
+    No calibration explains such a run. Most likely its unit is wrong, or other training was measured.
+
+    Raises:
+        CalibrationError: There is such a run.
+    """
+    for seen in observations:
+        predicted = predicted_s(seen.build(machine), machine)
+        for phase, measured in seen.measured_s.items():
+            ratio = measured / max(predicted[phase], 1e-9)
+            if not 1 / WRONG_UNIT < ratio < WRONG_UNIT:
+                raise CalibrationError(
+                    f"{seen.name}: {phase} must lie within a factor of {WRONG_UNIT:.0f} of what "
+                    f"the machine predicts ({predicted[phase]:.4g} s), but took {measured:.4g} s: "
+                    "check its unit (columns end in _ms or _s), and the model and flags that "
+                    "describe the run"
+                )
+
 
 FEWEST_ITERATIONS = 3
 _MEASURED = {f"{phase}_{unit}": (phase, factor) for phase in PHASES for unit, factor in (("s", 1.0), ("ms", 1e-3))}

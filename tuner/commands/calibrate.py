@@ -63,8 +63,7 @@ def calibrate(
     Each corrected speed gets a spread that shows how well the runs agree.
     """
     from ebbtide.tuner.calibrate.calibration import calibrate as correct
-    from ebbtide.tuner.calibrate.run_checks import check_scale
-    from ebbtide.tuner.calibrate.run_logs import read_observations
+    from ebbtide.tuner.calibrate.run_logs import check_scale, read_observations
 
     before = read_machine(machine)
     described = _described(source, before, strategy, ratio)

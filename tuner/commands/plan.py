@@ -139,7 +139,7 @@ def plan(
     **source: Any,
 ) -> None:
     """Search for the best plan for training on a machine, and explain why it is the best."""
-    from ebbtide.tuner.advice.shadow import shadow_prices
+    from ebbtide.tuner.answer.reasons import shadow_prices
     from ebbtide.tuner.answer.report import show_plan, wide_console
     from ebbtide.tuner.placements.planning import QUICK
     from ebbtide.tuner.placements.storage import with_storage
@@ -210,7 +210,7 @@ def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], opt
 def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str, Any]) -> list[Faster]:
     from ebbtide.tuner.advice.faster import faster
     from ebbtide.tuner.advice.tried import asked_of
-    from ebbtide.tuner.answer.roles import role_of
+    from ebbtide.tuner.answer.verdict import role_of
 
     if work.job is None or found.prediction is None:
         return []
@@ -252,7 +252,7 @@ def _of_line(
 
 
 def _write_alone(one: Faster, path: str | None, trained: Trained) -> None:
-    from ebbtide.tuner.emitted_config import write_config
+    from ebbtide.tuner.answer.use import write_config
 
     if path is None:
         raise BadInputError(
@@ -291,7 +291,7 @@ def _with_ways_out(
 
 
 def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> None:
-    from ebbtide.tuner.emitted_config import emitted_config, write_config
+    from ebbtide.tuner.answer.use import emitted_config, write_config
 
     if path is None:
         return

@@ -147,11 +147,11 @@ def search(
 
     With --measure, a training COMMAND is then run in the best ones for some steps each.
     """
-    from ebbtide.tuner.answer.about import about
     from ebbtide.tuner.answer.report import wide_console
+    from ebbtide.tuner.answer.use import write_config
+    from ebbtide.tuner.answer.verdict import about
     from ebbtide.tuner.configurations import report
     from ebbtide.tuner.configurations.deciding import explore, measure_best
-    from ebbtide.tuner.emitted_config import write_config
 
     check_folder("--output", output)
     needs("without --keep-activations", not asked["keep_activations"], "recompute_share")

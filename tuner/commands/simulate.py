@@ -88,7 +88,7 @@ def simulate(
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
     needs("with --plan", plan_file is not None, "clip_rate")
-    from ebbtide.tuner.answer.about import about
+    from ebbtide.tuner.answer.verdict import about
 
     check_distinct("--plot", plot)
     check_distinct("--trace", trace)

@@ -20,9 +20,9 @@ from ebbtide.simulator.rules import checked, worded
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.about import about
 from ebbtide.tuner.answer.reasons import reasons
 from ebbtide.tuner.answer.rows import alternatives, compare
+from ebbtide.tuner.answer.verdict import about
 from ebbtide.tuner.calibrate.interval import plan_interval_s
 from ebbtide.tuner.candidates.candidate import Candidate, turned
 from ebbtide.tuner.candidates.cuts import SIZES

@@ -35,12 +35,10 @@ from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
 from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
-from ebbtide.tuner.answer.about import about
-from ebbtide.tuner.answer.roles import BY_KIND, Role
 from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use, use_without_offload
-from ebbtide.tuner.answer.verdict import verdict
+from ebbtide.tuner.answer.verdict import BY_KIND, Role, about, verdict
 from ebbtide.tuner.placements.checkpointing import check_failures, without_writers
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
@@ -56,9 +54,6 @@ from ebbtide.tuner.service.requests import (
     Simulate,
     WhatIf,
     WhatIfJob,
-)
-from ebbtide.tuner.service.responses import MachineFacts
-from ebbtide.tuner.service.scenario import (
     check_plannable,
     fields_of,
     job_of,
@@ -71,6 +66,7 @@ from ebbtide.tuner.service.scenario import (
     space_of,
     storage_of,
 )
+from ebbtide.tuner.service.responses import MachineFacts
 
 # Fields of a workload that an answer contains unchanged.
 WORKLOAD_FACTS = ("name", "params", "ranks_per_node", "nodes", "tokens_per_iteration", "provenance")

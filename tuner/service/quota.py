@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from ebbtide.simulator.limits import MIB
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Scenario, SearchJob, Simulate, WhatIf
-from ebbtide.tuner.service.scenario import ITERATIONS, job_of, params_of
+from ebbtide.tuner.service.requests import (
+    ITERATIONS,
+    MOST_SUBGROUPS,
+    Scenario,
+    SearchJob,
+    Simulate,
+    WhatIf,
+    job_of,
+    params_of,
+)
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,10 @@ from ebbtide.simulator.schedule import Lane, OpKind, Span
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.answer.timeline_view import view
-from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.answer.verdict import headline, role_of
 from ebbtide.tuner.progress import Told
-from ebbtide.tuner.service.requests import Name, Planned, PostedPlan, Request, Scenario, Seconds
-from ebbtide.tuner.service.scenario import resolve
+from ebbtide.tuner.service.requests import Name, Planned, PostedPlan, Request, Scenario, Seconds, resolve
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 SHORTEST_S = 1e-6  # shorter measured iterations cannot be drawn
@@ -103,7 +101,7 @@ class ReportCall(BaseModel):
 def html_of_call(call: ReportCall, progress: Told) -> str:
     """Return the web page about a plan as HTML. Worker processes call this function."""
     # Loads the compiled simulator, which the server itself never needs.
-    from ebbtide.tuner.answer.about import about
+    from ebbtide.tuner.answer.verdict import about
 
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
@@ -124,8 +122,7 @@ def trace(call: Planned, progress: Told) -> dict[str, Any]:
 
 def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
     # Loads the compiled simulator, which the server itself never needs.
-    from ebbtide.tuner.answer.alone import Alone
-    from ebbtide.tuner.answer.rows import stock_row
+    from ebbtide.tuner.answer.rows import Alone, stock_row
 
     stock = stock_row(Alone(workload, machine, plan.limits_on(workload, machine)))
     named = replace(simulate(stock.schedule, machine), strategy=stock.label)

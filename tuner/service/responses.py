@@ -6,7 +6,7 @@ A test compares the JSON that worker processes return with these types.
 from typing import Any, Literal
 
 from ebbtide.simulator.plan import Plan
-from ebbtide.tuner.answer.roles import Role
+from ebbtide.tuner.answer.verdict import Role
 from pydantic import BaseModel, ConfigDict, Field
 
 

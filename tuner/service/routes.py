@@ -16,8 +16,8 @@ from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
 from ebbtide.tuner.service.report import Run, read_run, summary_of
+from ebbtide.tuner.service.requests import MODELS
 from ebbtide.tuner.service.resources import Names, Service
-from ebbtide.tuner.service.scenario import MODELS
 from fastapi import APIRouter, Path, Query, Request, Response, Security
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer

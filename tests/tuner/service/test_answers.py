@@ -16,15 +16,14 @@ from ebbtide.simulator.analysis.goodput import (
     expected_goodput,
 )
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.answer.rows import stock_beside
-from ebbtide.tuner.emitted_config import emitted_config
+from ebbtide.tuner.answer.use import emitted_config
+from ebbtide.tuner.answer.verdict import role_of
 from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.placements.planning import plan as make_plan
 from ebbtide.tuner.service import answers, worker
 from ebbtide.tuner.service.quota import estimated_ops
-from ebbtide.tuner.service.requests import Answer, Scenario, Simulate, WhatIf
-from ebbtide.tuner.service.scenario import MODELS, resolve
+from ebbtide.tuner.service.requests import MODELS, Answer, Scenario, Simulate, WhatIf, resolve
 
 from tests.machines import GIB
 

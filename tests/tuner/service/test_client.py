@@ -11,7 +11,7 @@ LLAMA = {"machine": "h100-node", "model": "Llama 3.2 1B"}
 
 
 def test_an_answer_is_the_simulators(server):
-    from ebbtide.tuner.service.scenario import MODELS
+    from ebbtide.tuner.service.requests import MODELS
 
     machine = preset("h100-node")
     work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)

@@ -18,8 +18,7 @@ from ebbtide.tuner.placements.search import LONG
 from ebbtide.tuner.service.pool import Lane, WorkerError
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
 from ebbtide.tuner.service.report import Run
-from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, Simulate
-from ebbtide.tuner.service.scenario import resolve
+from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, Simulate, resolve
 from pydantic import BaseModel, ValidationError
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}

@@ -17,8 +17,7 @@ from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service import answers, jobs, responses
 from ebbtide.tuner.service.pool import Pool, Result
 from ebbtide.tuner.service.quota import Quota
-from ebbtide.tuner.service.requests import SearchJob, Simulate
-from ebbtide.tuner.service.scenario import MODELS, space_of
+from ebbtide.tuner.service.requests import MODELS, SearchJob, Simulate, space_of
 from ebbtide.tuner.service.store import Store
 
 from tests.tuner.service.conftest import Server

@@ -16,15 +16,13 @@ from ebbtide.simulator.schedule import KINDS
 from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.tuner.advice.even import even_plan
-from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.answer.rows import PEERS
 from ebbtide.tuner.answer.timeline_view import view
-from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.answer.verdict import headline, role_of
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.progress import silently
 from ebbtide.tuner.service.report import ReportCall, html_of_call, posted, read_run, read_timelines, report_html, trace
-from ebbtide.tuner.service.requests import Planned, Scenario
-from ebbtide.tuner.service.scenario import MODELS, resolve
+from ebbtide.tuner.service.requests import MODELS, Planned, Scenario, resolve
 from ebbtide.tuner.service.server import shipped_example
 
 

@@ -16,8 +16,7 @@ from ebbtide.tuner.answer.rows import Row, compare
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.progress import Told, silently
 from ebbtide.tuner.service.answers import TEMPLATES, allowed, answer, freedom, listed
-from ebbtide.tuner.service.requests import Answer, PostedPlan
-from ebbtide.tuner.service.scenario import check_plannable, machine_of, resolve
+from ebbtide.tuner.service.requests import Answer, PostedPlan, check_plannable, machine_of, resolve
 from pydantic import BaseModel
 
 
