@@ -15,7 +15,7 @@ import torch
 from ebbtide.profiler.hardware import Hardware, look
 from ebbtide.profiler.neighbours import DISTURBED, HostWatch
 from ebbtide.profiler.nvml import GpuWatch
-from ebbtide.profiler.rates import adam, contention, copies, dram, products, saving, storage
+from ebbtide.profiler.rates import adam, contention, copies, products, storage
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
 from ebbtide.profiler.rates.sampling import Part, unstable
 from ebbtide.profiler.rates.sharing import differences, with_writer_cost
@@ -238,10 +238,10 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> Part:
     stock = adam.stock_host_adam(elements, share_s * 0.6, cores)
     one_thread = adam.stock_host_adam(elements, share_s * 0.4, 1)
     tell()
-    triad, triad_notes = dram.triad(elements, cores, share_s * 0.8)
+    triad, triad_notes = copies.triad(elements, cores, share_s * 0.8)
     rates = {
         "dram_bytes_per_s": _dram_capacity(triad, by_threads[max(by_threads)]),
-        "host_copy_bytes_per_s": dram.host_copy(elements, cores, share_s * 0.2),
+        "host_copy_bytes_per_s": copies.host_copy(elements, cores, share_s * 0.2),
         "host_adam_params_per_s": by_threads[max(by_threads)],
         "host_adam_out_of_place": apart,
         "stock_host_adam_params_per_s": stock,
@@ -261,7 +261,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> Part:
         }
         tell()
         matrix = _contention(wanted, folder)
-    save_s = saving.measure_save(wanted.share_s / 4)
+    save_s = storage.measure_save(wanted.share_s / 4)
     return rates | {"drives": drives, "save_s_per_tensor": save_s, "contention": matrix}, doubts
 
 

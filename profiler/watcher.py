@@ -1,20 +1,108 @@
-"""Hooks in a live DeepSpeed engine that record the times and the memory of profiled training steps."""
+"""Hooks in a live DeepSpeed engine that record the times, the tokens and the memory of profiled training steps, for
+each part of the model that becomes a layer of a workload.
+"""
 
 import contextlib
+import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from ebbtide.profiler.activations import activations_of
-from ebbtide.profiler.memory import device_bytes, host_bytes, peak_device_bytes, reset_peak
-from ebbtide.profiler.tokens import tokens_of
-from ebbtide.profiler.units import units
 from ebbtide.runtime.hardware.background import InterpreterEndsError, native_work
 from ebbtide.simulator.workload import MemoryPoint
+
+
+def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Return the submodules of a model that are timed one by one in forward, as a list of pairs (name, submodule).
+
+    They are the members of module lists (such as transformer layers), and the submodules outside such lists. A name is
+    the submodule's path in the model, such as ``model.layers.0``.
+    """
+    result: list[tuple[str, torch.nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and len(child):
+            result += [(f"{name}.{n}", block) for n, block in child.named_children()]
+        elif any(isinstance(m, torch.nn.ModuleList) for m in child.modules()):
+            result += [(f"{name}.{n}", unit) for n, unit in units(child)]
+        else:
+            result.append((name, child))
+    return result
+
+
+def unit_of(parameter: str, unit_names: Sequence[str]) -> str:
+    """Return the name of the submodule that contains a parameter, or "model" if none of the given ones does."""
+    return next((unit for unit in unit_names if parameter.startswith(unit + ".")), "model")
+
+
+_IDS = (torch.int64, torch.int32)
+
+
+def tokens_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens in a model's inputs, or None if it cannot be derived from their shapes.
+
+    The tokens are in the argument ``input_ids``, or else in the first tensor. That tensor must be an integer
+    matrix (batch, sequence), the model must have an embedding, and all integer matrices (such as targets and
+    masks) must have the same shape.
+    """
+    if not any(isinstance(module, torch.nn.Embedding) for module in model.modules()):
+        return None
+    named = dict(_named(args, kwargs))
+    ids = named.get("input_ids")
+    if ids is not None:
+        return ids.numel() if _are_ids(ids) else None
+    tensors = list(named.values())
+    if not tensors or not _are_ids(tensors[0]):
+        return None
+    shapes = {t.shape for t in tensors if _are_ids(t)}
+    return tensors[0].numel() if len(shapes) == 1 else None
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, value in enumerate(args):
+        if isinstance(value, Mapping):
+            yield from _named((), value)
+        elif isinstance(value, torch.Tensor):
+            yield str(number), value
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _are_ids(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _IDS and tensor.dim() == 2
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def device_bytes() -> int:
+    """Return the bytes of this process's tensors in GPU memory, or its resident host memory without CUDA."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.memory_allocated())
+    return host_bytes()
+
+
+def host_bytes() -> int:
+    """Return the bytes of host memory that are resident for this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE_BYTES
+
+
+def reset_peak() -> None:
+    """Reset the peak of tensor bytes in GPU memory, so that `peak_device_bytes` measures from now on."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_device_bytes() -> int:
+    """Return the peak of this process's tensor bytes in GPU memory since `reset_peak`, or 0 without CUDA."""
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
+
 
 SAMPLE_EVERY_S = 0.005
 # Methods that DeepSpeed's step runs in Python before its updates. Their time grows with the number of parameters.

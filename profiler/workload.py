@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from ebbtide.profiler.rates.sampling import doubts
-from ebbtide.profiler.units import unit_of, units
-from ebbtide.profiler.watcher import Trace
+from ebbtide.profiler.watcher import Trace, unit_of, units
 from ebbtide.runtime.hardware.cores import near_cores
 from ebbtide.runtime.hardware.launcher import local_ranks, world_size
 from ebbtide.runtime.kernels import host

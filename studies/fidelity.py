@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from ebbtide.runtime.replan.rates import measured_rates
+from ebbtide.runtime.replan.observed import measured_rates
 from ebbtide.simulator import Layer, Machine, Placement, Plan, Way, Workload, build_schedule, simulate
 from rich.progress import track
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from ebbtide.profiler.rates import copies, storage
 from ebbtide.profiler.rates.adam import AdamBuffers
-from ebbtide.profiler.rates.dram import TRIAD_BYTES_PER_ELEMENT
+from ebbtide.profiler.rates.copies import TRIAD_BYTES_PER_ELEMENT
 from ebbtide.profiler.rates.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, repeat_s, timed_s
 from ebbtide.runtime.hardware.cores import threads_of_updates
 from ebbtide.runtime.kernels import host

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
+from ebbtide.runtime.execution.gradients import GradientBuffers, GradientOps, ParameterSlice
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep

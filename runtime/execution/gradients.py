@@ -1,21 +1,260 @@
-"""The buffers in host or GPU memory to which gradients are copied for optimizer updates.
+"""The copies of gradients between GPU and host memory, and the buffers to which they are copied for optimizer updates.
 
-Each gradient is copied once, in its own dtype.
+Each gradient is copied once, in its own dtype, in the order of the plan's simulated schedule, which
+tests/runtime/test_executed_dag.py checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
 import torch
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.devices.lane import Completion
-from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.devices.lane import Completion, Lane
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
+from ebbtide.simulator.schedule import Lane as LaneName
+from ebbtide.simulator.schedule import Op, OpKind
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
+
+KEPT_PARTS = 65536  # most gradient parts of a step that are kept for the measured timeline
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCopy:
+    """A kind of copy of a subgroup's gradient, or of a part of it.
+
+    Attributes:
+        reduced: True if the copy waits until the gradient is reduced among ranks.
+        after: Kinds of the copies of this gradient that must end first.
+    """
+
+    kind: OpKind
+    lane: LaneName
+    reduced: bool
+    after: tuple[OpKind, ...] = ()
+
+
+SEND = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=True)
+# The sum of earlier micro-batches' gradients, to which the GPU adds a gradient.
+FETCH_SUM = GradientCopy(OpKind.GRADIENT_H2D, LaneName.H2D_GRADIENTS, reduced=True, after=(OpKind.GRADIENT_D2H,))
+SEND_SUM = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=False, after=(OpKind.GRADIENT_H2D,))
+
+
+@dataclass(slots=True)
+class _Run:
+    """Adjacent gradients with one common copy. They are adjacent on the GPU and in the host buffer.
+
+    Attributes:
+        offsets: First element of each gradient in the subgroup.
+        buffer_end, source_end: Where the memory of the last of them ends: the address, and the position in its storage.
+    """
+
+    how: GradientCopy
+    subgroup: int
+    layer: Hashable
+    buffer: torch.Tensor
+    source: torch.Tensor
+    elements: int
+    offsets: list[int]
+    buffer_end: tuple[int, int]
+    source_end: tuple[int, int]
+
+    def whole(self, first: torch.Tensor) -> torch.Tensor:
+        if len(self.offsets) == 1:
+            return first
+        return first.as_strided((self.elements,), (1,), first.storage_offset())
+
+
+def _begin(tensor: torch.Tensor) -> tuple[int, int]:
+    # Two tensors with the same dtype and the same difference of both are in the same storage.
+    return tensor.data_ptr(), int(tensor.storage_offset())
+
+
+class GradientOps:
+    """The operations that copy gradients between GPU and host memory. Only the training thread calls the methods.
+
+    There is one operation for each parameter with a new gradient, or one for several (see `together`). Copies in one
+    direction run one after the other. A subgroup's gradient is therefore complete when the last copy that was started
+    for it has ended.
+
+    Attributes:
+        layers: The layer of each parameter's gradient, by subgroup and first element in the subgroup. Gradients of
+            several layers are never copied as one, because the simulated schedule has a copy for each layer.
+        parts: Operations since the last call of `take_parts`, for the measured timeline. Each is paired with a
+            `Completion`, which marks its end.
+        latest: The most recently started copy from GPU to host memory. It may belong to any subgroup.
+    """
+
+    def __init__(self, device: Device, lanes: Mapping[LaneName, Lane]) -> None:
+        self.parts: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_PARTS)
+        self.latest: Completion | None = None
+        self.before_op: Callable[[Op], None] | None = None  # called before each op. Tests inject faults and delays here
+        self.layers: Mapping[tuple[int, int], Hashable] = {}
+        self._device, self._lanes = device, lanes
+        # The latest op of each kind by subgroup and offset of the part, and the latest copy to the host by subgroup.
+        self._ends: dict[tuple[OpKind, int, int], Completion] = {}
+        self._arrivals: dict[int, Completion] = {}
+        # Copies to the host that have not ended, with their bytes.
+        self._under_way: deque[tuple[Completion, int]] = deque()
+        self._together = False
+        self._run: _Run | None = None  # gradients to copy to the host that may still be joined by others
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Copy adjacent gradients as one, if they are sent inside the ``with`` block.
+
+        They leave before anything else is done with their subgroup's gradient, and at the latest at the end of the
+        block.
+        """
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+            self._leave()
+
+    def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
+        """Start the device-to-host copy of a part of a subgroup's gradient.
+
+        Args:
+            source: The gradient. The caller may drop its reference immediately, but must call `before_reuse` before it
+                overwrites the gradient's memory.
+            summed: True if ``source`` is the sum of several micro-batches' gradients that `fetch_sum` has returned.
+        """
+        how, layer, run = SEND_SUM if summed else SEND, self.layers.get((subgroup, offset)), self._run
+        elements, size_bytes = source.numel(), source.nbytes
+        to, begin = _begin(buffer), _begin(source)
+        ends = (to[0] + buffer.nbytes, to[1] + elements), (begin[0] + size_bytes, begin[1] + elements)
+        if (
+            run is not None
+            and (run.buffer_end, run.source_end) == (to, begin)
+            and (run.how, run.subgroup, run.layer) == (how, subgroup, layer)
+            and run.source.dtype == source.dtype
+            and source.is_contiguous()
+        ):
+            run.elements += elements
+            run.offsets.append(offset)
+            run.buffer_end, run.source_end = ends
+        else:
+            self._leave()
+            self._run = _Run(how, subgroup, layer, buffer, source, elements, [offset], *ends)
+        if not self._together:
+            self._leave()
+
+    def _leave(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._send(run.how, run.subgroup, run.offsets, run.whole(run.buffer), run.whole(run.source))
+
+    def send_adjacent(self, subgroup: int, offsets: list[int], buffer: torch.Tensor, source: torch.Tensor) -> None:
+        """Start the device-to-host copy of several adjacent gradients of a subgroup.
+
+        Args:
+            offsets: First element of each gradient in the subgroup.
+        """
+        self._leave()
+        self._send(SEND, subgroup, offsets, buffer, source)
+
+    def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a parameter's gradient of the previous optimizer step to host memory, before the present step overwrites
+        it.
+
+        Stock DeepSpeed applies this old gradient again if the present step's last micro-batch gives the parameter no
+        gradient. The copy lets ebbtide do the same. The simulated schedule has no such copy.
+        """
+        self._leave()
+        self._send(SEND, subgroup, [offset], buffer, source)
+
+    def _send(
+        self, how: GradientCopy, subgroup: int, offsets: list[int], buffer: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        self._make_room(source.nbytes)
+        stream = self._lanes[how.lane].stream
+        leaving = self._device.leaving(source, stream)
+        copy = lambda: self._device.copy(buffer, leaving, how.lane, stream)
+        self.latest = self._arrivals[subgroup] = self._submit(how, subgroup, offsets, source.nbytes, copy)
+        self._under_way.append((self.latest, source.nbytes))
+
+    def _make_room(self, size_bytes: int) -> None:
+        left = sum(n for _, n in self._under_way) + size_bytes
+        while self._under_way:
+            oldest, n = self._under_way[0]
+            if not oldest.ended or oldest.error is not None:
+                if left <= GRADIENTS_UNDER_WAY_BYTES:
+                    break
+                self._device.will_wait([oldest])
+                oldest.wait_host()
+            self._under_way.popleft()
+            left -= n
+
+    def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Add a micro-batch's gradient to the sum of earlier ones, and return the sum in GPU memory, for the caller's
+        stream to read.
+
+        The sum of earlier gradients, ``base``, is in host memory and is copied to the GPU first. This copy can happen
+        even under a plan that sums the subgroup's gradients in GPU memory, although the simulated schedule of such a
+        plan has no such copy. There are two reasons: an earlier plan has left the sum in host memory, or the first
+        micro-batch gave the parameter no gradient, so that GPU memory has no sum yet.
+        """
+        self._leave()
+        stream = self._lanes[FETCH_SUM.lane].stream
+        total = self._device.empty_on(gradient.device, base)
+        copy = lambda: self._device.fetch_sum(total, base, gradient, stream)
+        completion = self._submit(FETCH_SUM, subgroup, [offset], base.nbytes, copy)
+        self._device.training_waits([completion])
+        return total
+
+    def _submit(
+        self, how: GradientCopy, subgroup: int, offsets: list[int], size_bytes: int, copy: Callable[[], None]
+    ) -> Completion:
+        op = Op(-1, how.kind, how.lane, size_bytes, subgroup=subgroup)
+        # Everything that the training stream has been given so far, such as the reduction and the last use of the
+        # memory.
+        waits = [Completion.done(self._device.current_event())] if how.reduced else []
+        ends, parts = self._ends, [(subgroup, offset) for offset in offsets]
+        before = [(kind, *part) for kind in how.after for part in parts]
+        waits += dict.fromkeys(ends[key] for key in before if key in ends)
+
+        def body() -> None:
+            if self.before_op is not None:
+                self.before_op(op)
+            copy()
+
+        completion = Completion(op.label)
+        ends |= dict.fromkeys([(op.kind, *part) for part in parts], completion)
+        self.parts.append((op, completion))
+        self._lanes[op.lane].submit(body, waits, completion)
+        return completion
+
+    def arrived(self, subgroup: int) -> list[Completion]:
+        """Return a list with the `Completion` that marks the end of a subgroup's latest gradient copy to host
+        memory.
+        """
+        self._leave()
+        return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
+
+    def before_reuse(self) -> None:
+        """Wait until all gradients sent so far are in host memory, before their GPU memory is overwritten."""
+        self._leave()
+        if self.latest is not None:
+            self._device.before_reuse(self.latest)
+
+    def wait(self) -> None:
+        """Wait until no gradient copy between GPU and host memory is in progress."""
+        self._leave()
+        for completion in self._ends.values():
+            completion.wait_host()
+
+    def take_parts(self) -> list[tuple[Op, Completion]]:
+        """Return the gradient copies recorded since the last call, and clear the record."""
+        taken = list(self.parts)
+        self.parts.clear()
+        return taken
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ebbtide.runtime.devices.base import Device
     from ebbtide.runtime.devices.clock import Mark, Moment
     from ebbtide.runtime.devices.lane import Completion
-    from ebbtide.runtime.execution.issued_ops import StepRecord
+    from ebbtide.runtime.execution.executor import StepRecord
 
 KEPT_SPANS = 64
 

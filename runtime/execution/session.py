@@ -9,8 +9,17 @@ from typing import Any
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import BackgroundError
-from ebbtide.runtime.execution.allocated import allocate, arrival_of, keeps_gradients, threads_of
-from ebbtide.runtime.execution.early_updates import SubgroupJob
+from ebbtide.runtime.execution.allocated import (
+    LockedBuffers,
+    LostPlanError,
+    SwitchError,
+    allocate,
+    arrival_of,
+    keeps_gradients,
+    release_frames,
+    threads_of,
+)
+from ebbtide.runtime.execution.bodies import SubgroupJob
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradients import GradientBuffers
@@ -18,7 +27,6 @@ from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.stored import grown_store, open_store, stored_sizes
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
-from ebbtide.runtime.execution.switching import LockedBuffers, LostPlanError, SwitchError, release_frames
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.errors import DamagedError
 from ebbtide.runtime.storage.store import ExtentStore

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.allocated import SwitchError
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.stored import free_host_bytes
-from ebbtide.runtime.execution.switching import SwitchError
-from ebbtide.runtime.replan.measuring import measured_machine
-from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, observed_workload
-from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
-from ebbtide.runtime.replan.rates import measured_rates, with_observed
+from ebbtide.runtime.replan.measuring import by_the_first, gathered, measured_machine, nodes_and_ranks
+from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, measured_rates, observed_workload, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan, PlanError, Way

@@ -1,4 +1,6 @@
-"""A rank's directories for optimizer state on drives: their lock, and a check that they belong to this training run."""
+"""A rank's directories for optimizer state on drives: their lock, a check that they belong to this training run, and
+the checkpoints whose state later steps have overwritten there.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,24 @@ import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import PageT, dump, parse
+from ebbtide.runtime.checkpoint.protocol import inspect
 from ebbtide.runtime.checkpoint.protocol.folders import owner
+from ebbtide.runtime.checkpoint.protocol.inspect import Entry
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.pages import CheckpointPage, StepRecord, StepsPage, StorePage
+from ebbtide.runtime.storage.pages import (
+    CheckpointPage,
+    StepRecord,
+    StepsPage,
+    StorePage,
+    read_checkpoint_page,
+    stored_pages,
+)
 
 
 @dataclass(frozen=True)
@@ -258,3 +269,22 @@ def _lock(path: Path, files: Files) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(owner()).encode(), 0)
     return descriptor
+
+
+def list_checkpoints(directory: str | Path) -> list[Entry]:
+    """Return the checkpoints of a folder, newest first."""
+    found = inspect.list_checkpoints(directory)
+    return [replace(e, status=missing_state(Path(directory) / e.tag) or e.status) for e in found]
+
+
+def missing_state(checkpoint: Path) -> str:
+    """Return the reason why a checkpoint's optimizer state on a drive is missing, or an empty string.
+
+    The string is empty if no state is missing, or if the checkpoint's own files hold all state.
+    """
+    for path in stored_pages(checkpoint):
+        try:
+            step_of(read_checkpoint_page(path), Files())
+        except (OSError, ManifestError, StorageError) as error:
+            return f"cannot be loaded: {error}"
+    return ""

@@ -19,7 +19,7 @@ from ebbtide.runtime.hardware.builds import own_ninja_first, tell_builds
 from ebbtide.runtime.hardware.launcher import one_node, rank, world_size
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.rule import UpdateRule
-from ebbtide.runtime.replan.ranks import masks_of_this_host
+from ebbtide.runtime.replan.measuring import masks_of_this_host
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.checks.fingerprints import warn_of_mismatch
 from ebbtide.runtime.zero.checks.guard import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.passes import Place
-from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.gradients import GradientOps
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -129,7 +129,7 @@ class PlannedZero:
         return cast("Windows", self._ebbtide.gradient_buffers)
 
     def units(self) -> dict[tuple[int, int], str]:
-        from ebbtide.profiler.units import unit_of, units
+        from ebbtide.profiler.watcher import unit_of, units
 
         module = self._module_of()
         assert module is not None  # the engine keeps the module alive

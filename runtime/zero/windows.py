@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice, Segment
+from ebbtide.runtime.execution.gradients import GradientBuffers, GradientOps, ParameterSlice, Segment
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 

@@ -98,7 +98,7 @@ def _on_device(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     tail = grad.numel() % 16
     if not torch.cuda.is_available():
-        from ebbtide.runtime.devices.emulated import EmulatedDevice
+        from ebbtide.runtime.devices.choice import EmulatedDevice
 
         EmulatedDevice().update(state, grad, wire, step, 0.37, tail, None)
         return state, wire

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from ebbtide.profiler.memory import host_bytes
 from ebbtide.profiler.nvml import handle_of
+from ebbtide.profiler.watcher import host_bytes
 from rich.progress import track
 
 from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config, stock_engine

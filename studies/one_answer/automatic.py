@@ -14,8 +14,7 @@ from itertools import accumulate, pairwise
 from ebbtide.runtime.devices.passes import Pass, Place, disjoint
 from ebbtide.runtime.execution.gradients import ParameterSlice
 from ebbtide.runtime.replan.auto import DEVICE_MEMORY_MARGIN, better_plan, host_plan
-from ebbtide.runtime.replan.observed import as_observed, observed_workload
-from ebbtide.runtime.replan.rates import measured_rates
+from ebbtide.runtime.replan.observed import as_observed, measured_rates, observed_workload
 from ebbtide.runtime.zero.storing import spaced
 from ebbtide.runtime.zero.subgroup_size import DEEPSPEEDS_SUBGROUP, piece_elements
 from ebbtide.simulator import Machine, OpKind, Plan, Schedule, Workload, build_schedule

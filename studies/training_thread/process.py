@@ -20,7 +20,7 @@ import deepspeed.comm
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from ebbtide.runtime import attach
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.devices.lane import Completion, Lane
 from ebbtide.runtime.zero.attach import session_of
 from ebbtide.runtime.zero.cuts import subgroups_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from ebbtide.runtime.execution.gradient_ops import FETCH_SUM, GradientCopy, GradientOps
+from ebbtide.runtime.execution.gradients import FETCH_SUM, GradientCopy, GradientOps
 from ebbtide.simulator import Plan, Way, Workload
 from ebbtide.simulator.timeline import Timeline
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ebbtide.profiler.memory import reset_peak
+from ebbtide.profiler.watcher import reset_peak
 from ebbtide.runtime.hardware.cores import BackwardThreads
 from ebbtide.simulator import Plan, Way
 from ebbtide.simulator.limits import GIB

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.simulator.engines.reference import max_min_speeds
 from ebbtide.simulator.machine import OUT_OF_PLACE

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ebbtide.profiler import machine, measure_machine
 from ebbtide.profiler.machine import STAGES
-from ebbtide.profiler.rates import adam, contention, copies, dram, sampling, saving, storage
+from ebbtide.profiler.rates import adam, contention, copies, sampling, storage
 from ebbtide.profiler.rates.sampling import doubts, rate, repeat_s
 from ebbtide.runtime.storage import store
 from ebbtide.simulator import Machine
@@ -100,9 +100,9 @@ def test_adam_rates(deepspeed_ops):
 
 
 def test_memory_and_contention():
-    triad, _ = dram.triad(TINY, 1, 0.01)
+    triad, _ = copies.triad(TINY, 1, 0.01)
     assert "16 bytes" in triad.detail
-    assert dram.host_copy(TINY, 1, 0.01).median > 0
+    assert copies.host_copy(TINY, 1, 0.01).median > 0
 
 
 def test_contention_is_measured_both_ways_for_what_runs_side_by_side(tmp_path):
@@ -253,7 +253,7 @@ def test_bad_arguments_are_refused():
 
 
 def test_saving_goes_by_the_tensor():
-    found = saving.measure_save(0.01)
+    found = storage.measure_save(0.01)
     assert 0 < found.median < 0.1
     assert found.source == "measured"
 

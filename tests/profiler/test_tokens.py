@@ -4,7 +4,7 @@ inputs or left open.
 
 import pytest
 import torch
-from ebbtide.profiler.tokens import tokens_of
+from ebbtide.profiler.watcher import tokens_of
 from torch import nn
 
 LANGUAGE = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))

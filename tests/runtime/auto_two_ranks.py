@@ -9,7 +9,7 @@ from ebbtide.runtime import session_of
 from ebbtide.runtime.hardware import usable
 from ebbtide.runtime.hardware.cores import update_cores
 from ebbtide.runtime.replan import auto
-from ebbtide.runtime.replan.ranks import masks_of_this_host
+from ebbtide.runtime.replan.measuring import masks_of_this_host
 
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.machines import node

@@ -17,7 +17,7 @@ import ebbtide.runtime
 import psutil
 import torch
 from ebbtide.runtime import session_of
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES

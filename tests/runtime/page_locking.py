@@ -3,7 +3,7 @@
 import mmap
 
 import torch
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 
 DEVICE_BYTES_PER_PARAM = 24  # memory of the emulated GPU: enough for two plans
 

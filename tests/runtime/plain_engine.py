@@ -22,7 +22,7 @@ from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
 from ebbtide.runtime.checkpoint.stream.job import Job
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter, Pace
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers

@@ -13,10 +13,9 @@ import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.allocated import Allocated
-from ebbtide.runtime.execution.early_updates import EarlyUpdates, SubgroupJob
+from ebbtide.runtime.execution.bodies import EarlyUpdates, SubgroupJob
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
+from ebbtide.runtime.execution.gradients import GradientBuffers, GradientOps, ParameterSlice
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
 from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule

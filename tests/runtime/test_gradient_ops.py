@@ -3,8 +3,8 @@
 import threading
 
 import torch
-from ebbtide.runtime.devices.emulated import EmulatedDevice
-from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.devices.choice import EmulatedDevice
+from ebbtide.runtime.execution.gradients import GradientOps
 from ebbtide.simulator.schedule import Lane
 
 

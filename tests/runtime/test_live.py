@@ -10,10 +10,10 @@ import pytest
 import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.execution.allocated import LostPlanError, SwitchError
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
 from ebbtide.runtime.replan.auto import switch_together
-from ebbtide.runtime.replan.rates import measured_rates, with_observed
+from ebbtide.runtime.replan.observed import measured_rates, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of

@@ -169,7 +169,7 @@ def test_what_auto_expects_is_what_its_plan_takes(model, name, about, slower):
 @pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
-    monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
+    monkeypatch.setattr("ebbtide.runtime.execution.gradients.GRADIENTS_UNDER_WAY_BYTES", 0)
     engine = start(stage=stage, accumulation=2)
     ebbtide.runtime.attach(engine, _plan(engine), device=slowed(None, 2e6))
     recorder = session_of(engine).recorder

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from ebbtide.runtime.replan.auto import _agreed
-from ebbtide.runtime.replan.ranks import by_the_first
+from ebbtide.runtime.replan.measuring import by_the_first
 from ebbtide.simulator.update.pausing import PauseRule
 from tests.machines import workload
 

@@ -309,7 +309,7 @@ def recorder(monkeypatch):
     seen = Recorder()
     for target, result in {
         # First, while it is imported, because it imports `verify` by name, which is replaced below.
-        "ebbtide.runtime.storage.export.export": "out/one",
+        "ebbtide.runtime.storage.reader.export": "out/one",
         "ebbtide.tuner.commands.profiling.machine_profile": None,
         "ebbtide.tuner.commands.profiling.script_profile": None,
         "os.execv": None,

@@ -27,7 +27,7 @@ FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True
 @guarded
 def list_(folders: tuple[str, ...], as_json: bool) -> None:
     """List the complete checkpoints of one or more folders, the newest first."""
-    from ebbtide.runtime.storage.hulls import list_checkpoints
+    from ebbtide.runtime.storage.folder import list_checkpoints
 
     roots = _columns(folders)
     rows = [{**column, **_row(item)} for root, column in roots for item in list_checkpoints(root)]
@@ -105,7 +105,7 @@ def export(folder: str, tag: str | None, to: str) -> None:
     from ebbtide.runtime.checkpoint.errors import CheckpointError
     from ebbtide.runtime.checkpoint.protocol.folders import named_latest
     from ebbtide.runtime.storage.errors import StorageError
-    from ebbtide.runtime.storage.export import export as write
+    from ebbtide.runtime.storage.reader import export as write
 
     root = _folder(folder)
     name = tag or named_latest(root)

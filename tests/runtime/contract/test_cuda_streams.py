@@ -18,7 +18,7 @@ from ebbtide.runtime.devices import cuda
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.gradients import GradientOps
 from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator.schedule import Lane, OpKind
@@ -277,7 +277,7 @@ def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fak
 
 def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
     # In this test each gradient copy to host memory takes a minute, and the backward pass has to wait for it.
-    monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
+    monkeypatch.setattr("ebbtide.runtime.execution.gradients.GRADIENTS_UNDER_WAY_BYTES", 0)
     monkeypatch.setattr(fake, "latest_s", 1e6)  # a copy runs when some code waits for it
     copy = CudaDevice.copy
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.cuda import CudaDevice
-from ebbtide.runtime.execution.allocated import threads_of
-from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
+from ebbtide.runtime.execution.allocated import LostPlanError, SwitchError, threads_of
 
 from studies.bench.byte_gpt import SIZES, Batches, train_step
 from tests.runtime.contract.test_peaks import Apart

@@ -9,8 +9,8 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime import session_of
-from ebbtide.runtime.execution import gradient_ops
-from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution import gradients
+from ebbtide.runtime.execution.gradients import GradientOps
 from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
@@ -138,7 +138,7 @@ def test_parameters_leave_no_flat_buffer_behind():
 
 def test_gradients_under_way_are_bounded(monkeypatch):
     most = 30_000  # bytes. Larger parameters are sent alone
-    monkeypatch.setattr(gradient_ops, "GRADIENTS_UNDER_WAY_BYTES", most)
+    monkeypatch.setattr(gradients, "GRADIENTS_UNDER_WAY_BYTES", most)
     expected = outcome(start(accumulation=2), 4)
     engine, sent, seen = start(accumulation=2), deque(), []
 

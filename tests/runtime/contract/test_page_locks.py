@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from ebbtide.runtime import session_of
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.zero.attach import switch_plan
 
 from studies.bench.byte_gpt import ds_config

@@ -15,7 +15,7 @@ from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution.bodies import OpBodies
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.export import export
+from ebbtide.runtime.storage.reader import export
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import Plan, PlanError

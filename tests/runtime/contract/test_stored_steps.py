@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import suppress
 
-import ebbtide.runtime.storage.export
+import ebbtide.runtime.storage.reader
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
@@ -16,9 +16,8 @@ from ebbtide.runtime.checkpoint.trainers.limits import TrainersLimit
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution import stored as stored_state
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
-from ebbtide.runtime.storage.export import export
-from ebbtide.runtime.storage.hulls import list_checkpoints
-from ebbtide.runtime.storage.reader import stored_problems
+from ebbtide.runtime.storage.folder import list_checkpoints
+from ebbtide.runtime.storage.reader import export, stored_problems
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import CheckpointPlan, OpKind
 from ebbtide.simulator.optimizer import ADAM
@@ -319,8 +318,8 @@ def test_what_training_writes_over_meanwhile_leaves_no_export(tmp_path, monkeypa
         engine.checkpoint_engine.wait()
         stock_write(*args)
 
-    stock_write = ebbtide.runtime.storage.export._write
-    monkeypatch.setattr(ebbtide.runtime.storage.export, "_write", write)
+    stock_write = ebbtide.runtime.storage.reader._write
+    monkeypatch.setattr(ebbtide.runtime.storage.reader, "_write", write)
     with pytest.raises(StorageError, match=r"step 2 .* was overwritten"):
         export(tmp_path / "ck", "global_step2", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

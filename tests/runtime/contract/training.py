@@ -18,7 +18,7 @@ import pytest
 import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.simulator import Plan

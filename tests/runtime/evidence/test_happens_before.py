@@ -17,8 +17,7 @@ from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.first_touch import FirstTouch
-from ebbtide.runtime.execution.gradient_ops import GradientCopy, GradientOps
-from ebbtide.runtime.execution.gradients import GradientBuffers
+from ebbtide.runtime.execution.gradients import GradientBuffers, GradientCopy, GradientOps
 from ebbtide.runtime.zero.fetches import Partitions
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.steps import Slot, Wait

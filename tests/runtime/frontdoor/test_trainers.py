@@ -10,7 +10,7 @@ from pathlib import Path
 import ebbtide.runtime
 import pytest
 import torch
-from ebbtide.runtime.storage.hulls import list_checkpoints
+from ebbtide.runtime.storage.folder import list_checkpoints
 from ebbtide.runtime.storage.reader import stored_problems
 from ebbtide.simulator.plan import Plan, PlanError
 

@@ -16,7 +16,7 @@ from ebbtide.runtime import session_of
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.export import export
+from ebbtide.runtime.storage.reader import export
 from ebbtide.runtime.zero.attach import switch_plan
 
 from studies.bench.bits import differences
