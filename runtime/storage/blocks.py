@@ -15,7 +15,8 @@ from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, padded, view_at
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.layout import Block, Layout
-from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers, told_late
+from ebbtide.runtime.storage.waiting import told_late
+from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers
 
 # A function that moves a block between memory (by address) and its file (by offset), and returns the block's hash.
 Move = Callable[[Block, int, int, Bounce], str]

@@ -21,7 +21,7 @@ from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord, StorePage
 from ebbtide.runtime.storage.versions import Retention, Versions
 from ebbtide.runtime.storage.view import View, page_aligned
-from ebbtide.runtime.storage.workers import Progress, Telling
+from ebbtide.runtime.storage.waiting import Progress, Telling
 from ebbtide.simulator.plan import BLOCK_BYTES
 
 DEPTH = 4

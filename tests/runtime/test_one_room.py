@@ -9,7 +9,7 @@ RUNTIME = Path(private_names.__file__).parents[2]
 # A checkpoint engine must have DeepSpeed's base class. Loading without the optimizer's states uses DeepSpeed's own
 # script. A pipeline engine has another step. A checkpoint contains objects of DeepSpeed's classes, which a safe loader
 # must name.
-MAY_IMPORT = {f"checkpoint/deepspeed/{name}.py" for name in ("engine", "loading", "steps")} | {
+MAY_IMPORT = {f"checkpoint/deepspeed/{name}.py" for name in ("engine", "installation", "loading")} | {
     "checkpoint/format/plain_data.py"
 }
 HIDDEN = {member.name for member in (*private_names.STAGE3, *private_names.STAGE12) if member.name.startswith("_")}

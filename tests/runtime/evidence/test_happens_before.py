@@ -275,10 +275,10 @@ WAITERS = {
     # Forward and backward have waited for their copies, and the norm was read after them.
     "execution/executor.py: launch": "",
     "execution/first_touch.py: _wait": "a parameter's first use waits for nothing",
-    "execution/issued_ops.py: wait_parameters": "readers wait for nothing",
+    "execution/executor.py: wait_parameters": "readers wait for nothing",
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
-    "execution/gradient_ops.py: fetch_sum": "a sum is read before it is there",
-    "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
+    "execution/gradients.py: fetch_sum": "a sum is read before it is there",
+    "execution/gradients.py: _submit": "a gradient is copied before it is there",
     "zero/gathers.py: _before": "readers wait for nothing",
     "zero/collective.py: _launch_together": "a parameter is read before it is copied",
     "zero/stage12.py: _update": "a parameter's first use waits for nothing",

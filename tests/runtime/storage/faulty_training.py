@@ -134,14 +134,14 @@ def engine_on(place, drive, case):
     """Return an engine under a plan that stores all optimizer state on a drive."""
     import ebbtide.runtime.storage.reader
     import ebbtide.runtime.storage.store
-    import ebbtide.runtime.storage.workers
+    import ebbtide.runtime.storage.waiting
     from ebbtide.simulator import CheckpointPlan
 
     from tests.runtime.contract.training import DEVICES, attached, start
 
     for module in (ebbtide.runtime.storage.store, ebbtide.runtime.storage.reader):
         vars(module)["Files"] = lambda: drive  # so that this whole process uses the faulty drive
-    ebbtide.runtime.storage.workers.TOLD_AFTER_S = STALL_S / 4
+    ebbtide.runtime.storage.waiting.TOLD_AFTER_S = STALL_S / 4
     checkpoint = CheckpointPlan(keep=2, deadline_s=case.deadline_s, verify_reads=case.verify_reads)
     return attached(
         start(), ["stored"], list(DEVICES)[-1], seed=None, storage_dir=str(place / "state"), checkpoint=checkpoint

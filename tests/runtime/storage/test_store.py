@@ -11,12 +11,12 @@ import pytest
 import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.memory import padded
-from ebbtide.runtime.storage import workers
+from ebbtide.runtime.storage import waiting
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import StepRecord
 from ebbtide.runtime.storage.versions import Retention
-from ebbtide.runtime.storage.workers import Progress, Telling
+from ebbtide.runtime.storage.waiting import Progress, Telling
 
 from tests.runtime.storage.conftest import (
     ELEMENTS,
@@ -296,7 +296,7 @@ def test_commits_come_one_after_the_other(stores):
 
 def test_progress_begins_a_deadline_again(monkeypatch):
     clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(workers, "time", clock)
+    monkeypatch.setattr(waiting, "time", clock)
     progress, telling = Progress(deadline_s=0.02), Telling("a write", deadline_s=0.02)
     with progress.condition:
         for _ in range(3):
