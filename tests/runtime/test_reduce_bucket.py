@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed import comm
 from ebbtide.runtime import session_of
-from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.simulator import Layer, Workload
 from ebbtide.simulator.schedules.buckets import leavings
 from torch import nn
