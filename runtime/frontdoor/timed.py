@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step, is_pipeline
+from ebbtide.runtime.checkpoint.deepspeed.installation import call_after_step, is_pipeline
 from ebbtide.runtime.frontdoor.configured import BATCHES, CHANGED, KEY, ZERO, configured, current_job
 from ebbtide.runtime.frontdoor.initialize import config_of, read, without_config
 from ebbtide.runtime.frontdoor.verified import end
