@@ -1,4 +1,4 @@
-"""Lanes and completions: the queues in which a plan's operations run, and the ends of these operations.
+"""Lanes and completions: the queues for a plan's operations, and the ends of these operations.
 
 A lane is a thread or CUDA stream that runs operations in order. A completion is the end of one operation,
 for which other code can wait.

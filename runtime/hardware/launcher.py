@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Launcher(NamedTuple):
-    """The environment variables in which a launcher tells each rank its place."""
+    """The environment variables of a launcher that tell each rank its place."""
 
     rank: str
     world_size: str

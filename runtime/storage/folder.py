@@ -1,5 +1,5 @@
 """A rank's directories for optimizer state on drives: their lock, a check that they belong to this training run, and
-the checkpoints whose state later steps have overwritten there.
+the checkpoints that lost their state there to later steps.
 """
 
 from __future__ import annotations

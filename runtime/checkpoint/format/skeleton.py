@@ -1,5 +1,5 @@
-"""The layout of the checkpoint file for a state dict: which bytes of which tensor go where in the file, and the blocks
-that are copied, hashed and written as units.
+"""The layout of the checkpoint file for a state dict: the place of each tensor's bytes in the file, and the blocks that
+are copied, hashed and written as units.
 
 `torch.save` writes the file but leaves gaps for the tensors' bytes (`skip_data`). Any thread can fill the gaps later,
 directly from the tensors that training uses, so that large tensors are not copied.

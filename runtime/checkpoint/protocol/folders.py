@@ -140,7 +140,7 @@ def _whole(save_dir: Path) -> list[Committed]:
 
 
 def damaged(save_dir: Path) -> dict[str, str]:
-    """Return the checkpoints of a folder whose global manifest is unusable, as a dict from tag to reason."""
+    """Return a folder's checkpoints with an unusable global manifest, as a dict from tag to reason."""
     return {f.name: str(r) for f in _folders(save_dir) if not isinstance(r := _read(f), Committed)}
 
 
