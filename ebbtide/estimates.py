@@ -171,9 +171,9 @@ def _answered(
 ) -> Estimate:
     """Return the answer for a training job, with the numbers of a strategy. None: of the advised one."""
     from ebbtide.simulator.analysis.best_setting import simulated
-    from ebbtide.tuner.advice.even import quick_or_roomiest
     from ebbtide.tuner.answer.rows import alternatives, compare
     from ebbtide.tuner.answer.verdict import about, role_of, verdict
+    from ebbtide.tuner.placements.quick import quick_or_roomiest
 
     plan, problem = _planned(work, machine, limits, memory, full=full)
     if plan is None or not plan.alternatives:
@@ -224,9 +224,9 @@ def _planned(
 ) -> "tuple[Plan | None, str]":
     """Return the plan for a training job, or None and the reason why there is none."""
     from ebbtide.simulator.estimates.offloading import plan_refusal
-    from ebbtide.tuner.advice.even import even_plan
-    from ebbtide.tuner.placements.memory import ImpossibleError
+    from ebbtide.tuner.placements.impossible import ImpossibleError
     from ebbtide.tuner.placements.planning import plan
+    from ebbtide.tuner.placements.quick import quick_plan
 
     if refusal := plan_refusal(work.job.config, work.job.offload):
         return None, refusal
@@ -234,7 +234,7 @@ def _planned(
     try:
         if full:
             return plan(work, machine, **memory, offload_parameters=away), ""
-        return even_plan(work, machine, limits, offload_parameters=away), ""
+        return quick_plan(work, machine, limits, offload_parameters=away), ""
     except ImpossibleError as error:
         return None, error.fact
 

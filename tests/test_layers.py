@@ -194,7 +194,7 @@ def test_no_module_imports_itself_through_others():
 ROOMS = {
     "simulator": (("schedules",), ("engines",), ("analysis", "estimates")),
     "tuner": (
-        ("calibrate", "candidates"),
+        ("calibrate",),
         ("answer",),
         ("placements",),
         ("advice",),

@@ -166,10 +166,10 @@ def switch_together(session: Session, plan: Plan) -> bool:
 
 
 def better_plan(workload: Workload, machine: Machine, current: Plan, free_device: int, free_host: int) -> "QuickPlan":
-    from ebbtide.tuner.placements.quick import quick_plan
+    from ebbtide.tuner.placements.quick import quicker_plan
 
     held = footprint(workload, current)
-    return quick_plan(
+    return quicker_plan(
         workload,
         machine,
         current,

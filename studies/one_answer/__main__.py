@@ -24,7 +24,6 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
-from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.advice.faster import faster
 from ebbtide.tuner.answer.rows import Alone, best_stock, compare
 from ebbtide.tuner.answer.verdict import BEST, role_of
@@ -32,7 +31,7 @@ from ebbtide.tuner.cli import main as tune
 from ebbtide.tuner.configurations.deciding import explore
 from ebbtide.tuner.configurations.evaluation import Question as Configurations
 from ebbtide.tuner.configurations.space import Configuration, Space
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.quick import quick_plan, quicker_plan
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer, PlanJob, WhatIf
@@ -239,7 +238,7 @@ def _by_command(work: Workload, machine: Machine, storage: Mapping[str, int] | N
 
 def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None) -> float:
     limits, drives, folders = with_storage(work, machine, storage)
-    return _seconds(even_plan(work, drives, limits, folders=folders))
+    return _seconds(quick_plan(work, drives, limits, folders=folders))
 
 
 def _estimated_s(model: str, about: Mapping[str, Any], machine: Machine, *, full: bool = False) -> float:
@@ -268,7 +267,7 @@ def hinted(model: str, machine: str, about: Mapping[str, Any]) -> dict[str, Any]
     """
     have, job = _machine(machine, about), _job(model, about)
     work = estimated(job, have)
-    plan_s = _seconds(even_plan(work, have, Limits.of(work, have)))
+    plan_s = _seconds(quick_plan(work, have, Limits.of(work, have)))
     begun_s = time.process_time()
     lines = faster(job, have, plan_s)
     hint_cpu_s = time.process_time() - begun_s
@@ -315,7 +314,7 @@ def _name_of(label: str, zero_stage: int) -> str:
 
 
 def replanned_s(work: Workload, machine: Machine, made: Plan) -> float:
-    """Return the predicted seconds of an iteration under the plan that a plan search during training (`quick_plan`)
+    """Return the predicted seconds of an iteration under the plan that a plan search during training (`quicker_plan`)
     chooses.
 
     The search starts from a plan that updates all state on the CPU, in the subgroups of the plan ``made``. It gets the
@@ -324,7 +323,7 @@ def replanned_s(work: Workload, machine: Machine, made: Plan) -> float:
     cut, limits = work.cut_as(made), Limits.of(work, machine)
     first = made.with_ways([Way("host")] * made.subgroup_count, staging_slots=0, prefetch=0, prediction=None)
     room = {"device_bytes": limits.device_bytes, "host_bytes": limits.host_bytes}
-    return quick_plan(cut, machine, first, **room).iteration_s
+    return quicker_plan(cut, machine, first, **room).iteration_s
 
 
 def _by_grid(asked: WhatIf) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from ebbtide.simulator import Machine, Placement, Workload
 from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.placements.candidate import Candidate
 from ebbtide.tuner.placements.planning import plan
 from ebbtide.tuner.placements.search import Search
 from rich.progress import track

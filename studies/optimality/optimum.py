@@ -12,8 +12,7 @@ from ebbtide.simulator.analysis.bounds import problem
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import SUMMED
-from ebbtide.tuner.candidates.candidate import Candidate, turned
-from ebbtide.tuner.candidates.moves import CHOICES, STAGED
+from ebbtide.tuner.placements.candidate import CHOICES, STAGED, Candidate, turned
 from ebbtide.tuner.placements.search import Search
 
 MOST_SUBGROUPS = 10
@@ -45,7 +44,7 @@ def optimum(search: Search) -> Optimum:
 
     The result is exact over placements, staging buffers, prefetch, on-device gradient accumulation and the measured
     numbers of threads. All simulated plans overlap updates with the next forward, and use the update orders of
-    `ebbtide.tuner.candidates.update_orders`.
+    `ebbtide.tuner.placements.update_orders`.
 
     Raises:
         ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits into memory.

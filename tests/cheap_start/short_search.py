@@ -18,14 +18,14 @@ def changes(decision):
     Args:
         decision: The module `ebbtide.tuner.placements.decision`.
     """
-    from ebbtide.tuner.placements import first_plans
+    from ebbtide.tuner.placements import shares
 
     anneal = decision.anneal
 
     def annealed(searched, evaluations=EVALUATIONS):
         anneal(searched, min(EVALUATIONS, evaluations))
 
-    return [(decision, "anneal", annealed), (decision, "DESCENT", CHANGES), (first_plans, "MOST_POINTS", POINTS)]
+    return [(decision, "anneal", annealed), (decision, "DESCENT", CHANGES), (shares, "MOST_POINTS", POINTS)]
 
 
 def shorten(decision):

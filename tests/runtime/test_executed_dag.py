@@ -22,7 +22,7 @@ from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
 from ebbtide.simulator.update.order import order_of
 from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import ways
-from ebbtide.tuner.candidates.moves import STAGED
+from ebbtide.tuner.placements.candidate import STAGED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

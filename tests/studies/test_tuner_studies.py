@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.advice.even import even_plan
+from ebbtide.tuner.placements.quick import quick_plan
 
 STUDIES = {"optimality": "studies.optimality.__main__"}
 
@@ -58,7 +58,7 @@ def test_update_phase(tmp_path, only_rank, run):
 @pytest.mark.slow
 def test_interleaving(tmp_path, run, monkeypatch):
     def even(work, machine, *, device_memory_bytes):
-        return even_plan(work, machine, Limits.of(work, machine, device_memory_bytes))
+        return quick_plan(work, machine, Limits.of(work, machine, device_memory_bytes))
 
     monkeypatch.setattr("studies.interleaving.plan", even)
     found = run("interleaving", tmp_path / "i.json", "--quick")

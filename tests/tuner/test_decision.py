@@ -16,12 +16,12 @@ from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.advice.even import even_plan
-from ebbtide.tuner.candidates.cuts import finer, recuts
 from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.decision import Question, decide
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.impossible import ImpossibleError
+from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.placements.shares import Shares
+from ebbtide.tuner.placements.subgroup_sizes import finer, recuts
 from ebbtide.tuner.service.requests import MODELS
 
 LITTLE = 0.11  # effort of a search
@@ -56,7 +56,7 @@ def test_more_freedom_is_never_slower_and_a_quick_answer_is_near():
     asked = {"memory_margin": 0.3, "effort": LITTLE}
     plain = ebbtide.tuner.plan(work, have, offload_parameters=False, **asked)
     free = ebbtide.tuner.plan(work, have, **asked)
-    quick = even_plan(work, have, Limits.of(work, have, margin=0.3))
+    quick = quick_plan(work, have, Limits.of(work, have, margin=0.3))
     assert free.prediction.iteration_s <= plain.prediction.iteration_s * 1.005
     assert quick.prediction.iteration_s <= plain.prediction.iteration_s * 1.05
     assert plain.prediction.clip_rate in (None, 0.1)

@@ -14,8 +14,8 @@ from ebbtide.simulator.estimates.estimate import estimated, workload_from_model
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer, Simulate, WhatIf
 
@@ -86,7 +86,7 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
     }
     told = estimate(MODELS[model], batch=1, sequence=sequence, gpu=have, ds_config=config)
     work = estimated(Job.of_deepspeed(MODELS[model], config, sequence=sequence, micro_batch=1, recompute=True), have)
-    quick = even_plan(work, have, Limits.of(work, have))
+    quick = quick_plan(work, have, Limits.of(work, have))
     assert told.fits
     assert told.iteration_s == pytest.approx(quick.prediction.iteration_s, rel=1e-9)
     assert told.host_bytes == quick.prediction.host_peak_bytes
@@ -104,7 +104,7 @@ def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
     for row, told in zip(rows, table, strict=True):
         on = have.with_rates(device_memory_bytes=int(row["gpu_memory_bytes"]))
         clipping = work.model_copy(update={"clip_rate": row["clip_rate"]})
-        quick = even_plan(clipping, on, Limits.of(clipping, on))
+        quick = quick_plan(clipping, on, Limits.of(clipping, on))
         # A what-if tries the plans of all its points at each point, so it may find a faster one than a single search.
         assert row["iteration_s"] == told["iteration_s"] <= quick.prediction.iteration_s * (1 + 1e-9)
         assert row["iteration_s"] >= quick.prediction.iteration_s * 0.95

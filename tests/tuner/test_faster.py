@@ -11,9 +11,9 @@ from ebbtide.simulator.estimates.knobs import needs
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan
-from ebbtide.tuner.advice.even import even_plan, quick_or_none
 from ebbtide.tuner.advice.faster import WORTH, Faster, faster
 from ebbtide.tuner.advice.tried import Changing
+from ebbtide.tuner.placements.quick import quick_or_none, quick_plan
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer
 
@@ -26,7 +26,7 @@ ASKED = {"model": "Llama 3.2 3B", "machine": "rtx4090", "accumulation": 8, "sequ
 def lines():
     job, have = Job.of_deepspeed(MODELS[ASKED["model"]], accumulation=8, sequence=1024), preset(ASKED["machine"])
     work = estimated(job, have)
-    before_s = even_plan(work, have, Limits.of(work, have)).prediction.iteration_s
+    before_s = quick_plan(work, have, Limits.of(work, have)).prediction.iteration_s
     return job, have, before_s, faster(job, have, before_s)
 
 

@@ -31,7 +31,7 @@ from ebbtide.simulator.schedules.footprint import footprint_by_kind
 from ebbtide.simulator.update.order import UpdateOrder
 from ebbtide.tuner.answer.report import show_machine, show_plan, show_workload
 from ebbtide.tuner.calibrate.interval import workload_interval_s
-from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.placements.candidate import Candidate
 from pydantic import ValidationError
 from rich.console import Console
 

@@ -10,11 +10,11 @@ from ebbtide.simulator.engines import summary
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.tuner.candidates.candidate import Candidate, seconds_of
-from ebbtide.tuner.candidates.cuts import LARGE
-from ebbtide.tuner.placements import sizes_told
+from ebbtide.tuner.placements import planning
+from ebbtide.tuner.placements.candidate import Candidate, seconds_of
 from ebbtide.tuner.placements.decision import Question
 from ebbtide.tuner.placements.shares import spaced
+from ebbtide.tuner.placements.subgroup_sizes import LARGE
 
 from studies.optimality.pairs import random_pair
 from tests.machines import node as machine
@@ -95,5 +95,5 @@ def test_no_smaller_subgroups_are_searched_for_where_the_search_varied_their_siz
     question = Question.of(workload_from_model("Llama 3 8B", have, sequence=1024), have, effort=0.05)
     whole = question.search(question.cuts[0], Bounds())
     assert whole.workload.subgroup_size > LARGE
-    monkeypatch.setattr(sizes_told, "decide", None)
-    assert sizes_told.about_subgroups(whole, question) == []
+    monkeypatch.setattr(planning, "decide", None)
+    assert planning.about_subgroups(whole, question) == []

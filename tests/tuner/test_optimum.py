@@ -10,9 +10,9 @@ import pytest
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.way import SUMMED
-from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.placements.first_plans import try_first
+from ebbtide.tuner.placements.candidate import Candidate
 from ebbtide.tuner.placements.search import Search
+from ebbtide.tuner.placements.shares import try_first
 
 from studies.optimality.optimum import MOST_SUBGROUPS, optimum, orders
 from studies.optimality.pairs import random_pair

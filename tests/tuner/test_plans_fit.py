@@ -6,9 +6,9 @@ from ebbtide.simulator import Layer, Plan, Workload
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.plan import Prediction
 from ebbtide.simulator.rules import RuleError
-from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.answer.rows import alternatives, compare
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.impossible import ImpossibleError
+from ebbtide.tuner.placements.quick import quick_plan
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -100,7 +100,7 @@ def test_nor_does_the_quick_plan(device_gib, host_gib, subgroups):
     work, have = workload(subgroups), node(device_memory_bytes=40 * GIB, host_memory_bytes=HOST_GIB * GIB)
     limits = Limits.of(work, have, int(device_gib * GIB), int(host_gib * GIB))
     try:
-        made = even_plan(work, have, limits)
+        made = quick_plan(work, have, limits)
     except ImpossibleError:
         return
     assert made.prediction.device_peak_bytes <= limits.device_bytes

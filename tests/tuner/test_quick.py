@@ -9,7 +9,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.plan import Way
 from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.decision import most_micro_batches
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.quick import quicker_plan
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import WORTH
 
@@ -27,7 +27,7 @@ def on_the_host(workload, **fields):
 def test_it_is_never_slower_and_keeps_what_it_does_not_search(seed):
     workload, machine = random_pair(np.random.default_rng(seed), counts=(8, 20))
     current = on_the_host(workload, threads=8, overlap_forward=bool(seed % 2))
-    found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
+    found = quicker_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
     assert found.iteration_s <= found.current_s
     assert (found.plan.threads, found.plan.overlap_forward) == (8, bool(seed % 2))
     made = simulate_fast(build_schedule(workload, found.plan), machine)
@@ -38,7 +38,7 @@ def test_it_is_never_slower_and_keeps_what_it_does_not_search(seed):
 def test_by_itself_it_takes_no_more_device_memory_than_the_plan_that_runs():
     workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
     current = on_the_host(workload)
-    found = quick_plan(workload, machine, current)
+    found = quicker_plan(workload, machine, current)
     before, after = (
         simulate_fast(build_schedule(workload, plan), machine).device_peak_bytes for plan in (current, found.plan)
     )
@@ -52,7 +52,7 @@ def test_a_step_too_long_for_a_search_keeps_the_plan_that_runs(monkeypatch):
     longer = most_micro_batches(workload) + 1
     workload = workload.model_copy(update={"gradient_accumulation_steps": longer})
     current = on_the_host(workload)
-    found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
+    found = quicker_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
     assert found.plan is current
     assert found.iteration_s == found.current_s
     made = simulate_fast(build_schedule(workload, current), machine)
@@ -70,10 +70,10 @@ def test_parameters_move_only_if_that_is_clearly_faster(job, monkeypatch):
     current = on_the_host(workload)
     away = current.model_copy(update={"ways": (Way("host", "host"),) * len(workload.subgroups)})
     room = int(0.85 * machine.device_memory_bytes)
-    moving, back = (quick_plan(workload, machine, plan, device_bytes=room) for plan in (current, away))
+    moving, back = (quicker_plan(workload, machine, plan, device_bytes=room) for plan in (current, away))
     with monkeypatch.context() as patch:
         patch.setattr(Search, "can_move_parameters", False)
-        kept = quick_plan(workload, machine, current, device_bytes=room)
+        kept = quicker_plan(workload, machine, current, device_bytes=room)
     assert "host" not in kept.plan.parameter_locations
     for found in (moving, back):
         assert found.iteration_s <= kept.iteration_s * 1.01
@@ -88,7 +88,7 @@ def test_parameters_never_move_for_nothing(seed):
     base = workload.params * workload.wire_bytes
     workload = workload.model_copy(update={"device_base_bytes": base, "clip_rate": 1.0})
     current = on_the_host(workload)
-    found = quick_plan(workload, machine, current)
+    found = quicker_plan(workload, machine, current)
     stay = found.plan.with_ways([way._replace(parameters="device") for way in found.plan.ways])
     if "host" in found.plan.parameter_locations:
         assert found.iteration_s < WORTH * simulate_fast(build_schedule(workload, stay), machine).iteration_s
@@ -101,14 +101,14 @@ def test_sums_of_micro_batches_stay_where_device_memory_is_given():
     slow = machine.with_rates(h2d_bytes_per_s=4e9, d2h_bytes_per_s=4e9)
     workload = workload.model_copy(update={"gradient_accumulation_steps": 4})
     current = on_the_host(workload)
-    found = quick_plan(workload, slow, current, device_bytes=machine.device_memory_bytes)
+    found = quicker_plan(workload, slow, current, device_bytes=machine.device_memory_bytes)
     assert any(found.plan.summed_on_device)
-    again = quick_plan(workload, slow, found.plan)
+    again = quicker_plan(workload, slow, found.plan)
     assert again.plan.summed_on_device == found.plan.summed_on_device
 
 
 def test_ranks_can_vote_on_what_it_says_of_plans_with_early_updates():
     workload, machine = random_pair(np.random.default_rng(1), counts=(8, 8))
     current = on_the_host(workload, speculate=3)
-    found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
+    found = quicker_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
     assert type(found.iteration_s < found.current_s) is bool

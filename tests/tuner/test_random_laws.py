@@ -22,8 +22,8 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
 from ebbtide.simulator.rules import RuleError
-from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.placements.decision import FULL, QUICK, Question, decide
+from ebbtide.tuner.placements.quick import quick_plan
 
 from tests.machines import GIB
 
@@ -94,7 +94,7 @@ def test_more_of_a_resource_is_never_slower_in_one_table(seed):
 def test_a_plan_found_at_one_point_of_a_table_is_tried_at_all_others():
     have = preset("rtx4090")
     work = estimated(Job.of_deepspeed(MODELS["Llama 3.2 1B"], sequence=1024), have)
-    good, poor = (even_plan(work, have, Limits.of(work, have)), on_host(work))
+    good, poor = (quick_plan(work, have, Limits.of(work, have)), on_host(work))
 
     def planner(_, machine, __):
         return good if machine.rate(LINK[0]) == have.rate(LINK[0]) else poor

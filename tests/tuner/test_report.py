@@ -6,9 +6,9 @@ import io
 
 from ebbtide.simulator import preset
 from ebbtide.simulator.limits import GIB, Limits
-from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.answer.report import memory, show_plan, strategies, wide_console
 from ebbtide.tuner.answer.rows import alternatives, compare
+from ebbtide.tuner.placements.quick import quick_plan
 from rich.console import Console
 
 from tests.machines import node, workload
@@ -17,7 +17,7 @@ from tests.machines import node, workload
 def planned(on, **changes):
     work = workload((10**9,) * 4, 0.1, 0.2, device_base_bytes=12 * GIB, **changes)
     limits = Limits.of(work, on)
-    plan = even_plan(work, on, limits)
+    plan = quick_plan(work, on, limits)
     return plan.model_copy(update={"alternatives": alternatives(compare(work, on, limits, plan, others=False))})
 
 

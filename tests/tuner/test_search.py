@@ -12,11 +12,11 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.ebbtide import EbbtideLoop
 from ebbtide.tuner.answer.rows import compare
-from ebbtide.tuner.candidates.update_orders import UpdateOrders
 from ebbtide.tuner.placements.decision import Question, decide
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
 from ebbtide.tuner.placements.search import Score
+from ebbtide.tuner.placements.update_orders import UpdateOrders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST
-from ebbtide.tuner.candidates.moves import PLACEMENTS
+from ebbtide.tuner.placements.candidate import PLACEMENTS
 from ebbtide.tuner.placements.decision import QUICK, Question, decide
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.search import Search

@@ -5,10 +5,10 @@ import math
 import pytest
 from ebbtide.simulator import preset, workload_from_model
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.advice.even import quick_or_none
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.answer.verdict import TOLD, verdict
 from ebbtide.tuner.calibrate.interval import Spread, causes
+from ebbtide.tuner.placements.quick import quick_or_none
 
 
 def rows_on(name, **job):

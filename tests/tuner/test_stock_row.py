@@ -17,9 +17,9 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.schedules.strategies import build_strategy
-from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.answer.rows import OVERLAPS, WAITS_FOR_NORM, Alone, alternatives, best_stock, compare, stock_beside
 from ebbtide.tuner.answer.verdict import headline, role_of
+from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.service.requests import MODELS
 
 from tests.tuner.test_cli import run
@@ -109,7 +109,7 @@ def test_deepspeed_alone_at_its_best_is_a_row_with_the_gain_over_it():
     have = preset("gh200")
     asked = Job.of_deepspeed(MODELS["Llama 3 8B"])
     work = estimated(asked, have)
-    plan = even_plan(work, have, Limits.of(work, have))
+    plan = quick_plan(work, have, Limits.of(work, have))
     rows = compare(work, have, Limits.of(work, have), plan, others=False)
     (best,) = [row for row in rows if row.role == "best stock"]
     assert best.name not in ("", rows[1].name)

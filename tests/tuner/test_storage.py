@@ -17,13 +17,12 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import StorageRates, shares
 from ebbtide.simulator.schedules.footprint import footprint
-from ebbtide.tuner.candidates.candidate import Candidate, evenly
-from ebbtide.tuner.candidates.moves import CHOICES, STORED, Freedom, choices
 from ebbtide.tuner.placements import locations
 from ebbtide.tuner.placements.annealing import anneal
+from ebbtide.tuner.placements.candidate import CHOICES, STORED, Candidate, Freedom, choices, evenly
 from ebbtide.tuner.placements.decision import Question
+from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.locations import begun
-from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.service.requests import MODELS
 

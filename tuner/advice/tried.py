@@ -20,11 +20,11 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.advice.even import best_of
 from ebbtide.tuner.placements.decision import FULL, QUICK, Question, decide
-from ebbtide.tuner.placements.fit import check_bytes
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.division import check_bytes
+from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.planning import plan_of
+from ebbtide.tuner.placements.quick import best_of
 from ebbtide.tuner.placements.storage import with_storage
 
 _FEW = 2  # micro-batches. More change neither what fits nor what overlaps with the update

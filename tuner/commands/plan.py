@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.workload import Workload
     from ebbtide.tuner.advice.faster import Faster
-    from ebbtide.tuner.placements.memory import ImpossibleError
+    from ebbtide.tuner.placements.impossible import ImpossibleError
 
 
 @click.command(
@@ -197,7 +197,7 @@ def plan(
 
 
 def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], options: Mapping[str, Any]) -> Plan:
-    from ebbtide.tuner.placements.memory import ImpossibleError
+    from ebbtide.tuner.placements.impossible import ImpossibleError
     from ebbtide.tuner.placements.planning import plan as search
 
     try:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 from ebbtide.tuner.advice.tried import Tried
-from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
 from ebbtide.tuner.configurations.measuring import LIMIT_S, Measurement, key_of, measure
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.configurations.study import Trials
 from ebbtide.tuner.placements.decision import FULL
+from ebbtide.tuner.placements.subgroup_sizes import SIZES
 
 MOST = 16  # most plan searches of `tune search`. DeepSpeed alone is simulated in a moment, which does not count
 SLACK = 0.002  # share of the best speed. A configuration whose bound gains less is not simulated

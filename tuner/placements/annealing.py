@@ -1,7 +1,7 @@
 """Simulated annealing, which improves a good training plan by many small random changes.
 
 Placements of subgroups (parts of DeepSpeed's optimizer state) and the order of their updates are changed
-together, by the moves in `ebbtide.tuner.candidates.moves`. Changing only one of the two often gets
+together, by the moves in `ebbtide.tuner.placements.candidate`. Changing only one of the two often gets
 stuck, since only slower plans lie between two good ones.
 """
 
@@ -12,8 +12,7 @@ from random import Random
 from typing import Any
 
 from ebbtide.simulator.update.order import Direction, UpdateOrder
-from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.moves import PLAIN, STAGED, STORED, Moved
+from ebbtide.tuner.placements.candidate import PLAIN, STAGED, STORED, Candidate, Moved
 from ebbtide.tuner.placements.search import Search
 
 CLOSE = 1.001  # factor on the lower bound. Closer to it, a better plan would not be worth the search

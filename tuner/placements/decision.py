@@ -21,19 +21,17 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.update.way import PARAMETERS_ON_HOST
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.cuts import SIZES, WORTH, finer, merged, quick_cuts, recuts
-from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.annealing import anneal
-from ebbtide.tuner.placements.first_plans import try_first
-from ebbtide.tuner.placements.fit import check_bytes
+from ebbtide.tuner.placements.candidate import STORED, Candidate
+from ebbtide.tuner.placements.division import check_bytes
+from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.locations import begun
-from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.search import Search
-from ebbtide.tuner.placements.shares import best_worth_moving, descend, free_parameters
+from ebbtide.tuner.placements.shares import best_worth_moving, descend, free_parameters, try_first
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
+from ebbtide.tuner.placements.subgroup_sizes import SIZES, WORTH, finer, merged, quick_cuts, recuts
 from ebbtide.tuner.progress import Told, silently
 
 FULL, QUICK = 1.0, 0.1  # fractions of a full search's evaluations. Up to QUICK, only first plans are tried

@@ -16,11 +16,9 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.candidates.candidate import evenly
-from ebbtide.tuner.candidates.moves import HOST, STORED
-from ebbtide.tuner.placements.first_plans import try_first
+from ebbtide.tuner.placements.candidate import HOST, STORED, evenly
 from ebbtide.tuner.placements.search import Search
-from ebbtide.tuner.placements.shares import SHARES, spaced
+from ebbtide.tuner.placements.shares import SHARES, spaced, try_first
 from ebbtide.tuner.quantities import told_seconds
 
 

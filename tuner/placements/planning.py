@@ -24,20 +24,56 @@ from ebbtide.tuner.answer.reasons import reasons
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.answer.verdict import about
 from ebbtide.tuner.calibrate.interval import plan_interval_s
-from ebbtide.tuner.candidates.candidate import Candidate, turned
-from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.garbage import without_garbage_collection
+from ebbtide.tuner.placements.candidate import Candidate, turned
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints, without_writers
-from ebbtide.tuner.placements.decision import FULL, Decision, Question, decide
-from ebbtide.tuner.placements.decision import QUICK as QUICK
+from ebbtide.tuner.placements.decision import FULL, QUICK, Decision, Question, decide
 from ebbtide.tuner.placements.locations import about_pinned, brought
 from ebbtide.tuner.placements.search import Search
-from ebbtide.tuner.placements.sizes_told import about_pieces, about_subgroups
 from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
+from ebbtide.tuner.placements.subgroup_sizes import LARGE, SIZES, TOLD
 from ebbtide.tuner.progress import Told, silently
 from ebbtide.tuner.quantities import told_seconds
 from pydantic import BeforeValidator
+
+
+def about_subgroups(search: Search, question: Question) -> list[str]:
+    """Return advice to use a smaller subgroup size, if the plan's subgroups are large.
+
+    A quick plan search finds the smaller size.
+
+    Args:
+        question: Input of the search that found the plan.
+
+    Returns:
+        A list with one sentence, or an empty list if a smaller size would gain little, or if the search tried several
+        sizes itself.
+    """
+    work, machine = search.workload, search.machine
+    if question.subgroup_sizes or not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
+        return []
+    found = decide(replace(question, workload=work, subgroup_sizes=SIZES, effort=QUICK))
+    other, seconds = found.search.workload, found.iteration_s
+    if other is work or seconds > TOLD * search.best_s:
+        return []
+    return [
+        f"smaller subgroups than {work.subgroup_size:.0e} elements are faster: with "
+        f"{other.subgroup_size:.0e} elements an iteration takes {seconds * 1e3:.0f} ms"
+    ]
+
+
+def about_pieces(work: Workload) -> list[str]:
+    """Return a list with one sentence on how a plan divides DeepSpeed's subgroups. The list is empty if the plan does
+    not divide them.
+    """
+    if not work.deepspeed_subgroup_size:
+        return []
+    return [
+        f"DeepSpeed keeps sub_group_size {work.deepspeed_subgroup_size} and therefore its exact results. The "
+        f"plan's {len(work.subgroups)} subgroups are parts of DeepSpeed's own"
+    ]
+
 
 FINALISTS = 8
 # Numbers of elements, such as a list or a numpy array.
@@ -86,7 +122,7 @@ def plan(
             second, and the host memory for copies of state. If None, the plan has no checkpoint interval.
         restart_s: Seconds from a failure until training runs again.
         subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, the sizes in
-            `ebbtide.tuner.candidates.cuts`. If empty, only the workload's own size is used.
+            `ebbtide.tuner.placements.subgroup_sizes`. If empty, only the workload's own size is used.
         pieces: True if the plan may divide DeepSpeed's subgroups into smaller ones (`Workload.in_pieces`). DeepSpeed
             itself keeps the subgroup size that the workload names. This has an effect only under ZeRO-3, and cannot be
             combined with ``storage``.

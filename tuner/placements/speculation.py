@@ -12,8 +12,7 @@ from dataclasses import replace
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import EARLY, SUMMED
-from ebbtide.tuner.candidates.candidate import Candidate, able_early, turned
-from ebbtide.tuner.candidates.moves import STAGED
+from ebbtide.tuner.placements.candidate import STAGED, Candidate, able_early, turned
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.quantities import told_seconds
 

@@ -9,8 +9,7 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.moves import HOST, STORED
+from ebbtide.tuner.placements.candidate import HOST, STORED, Candidate
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.quantities import told_seconds
 

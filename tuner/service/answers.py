@@ -31,7 +31,6 @@ from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.simulator.rules import RuleError, worded
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
 from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
@@ -40,8 +39,9 @@ from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use, use_without_offload
 from ebbtide.tuner.answer.verdict import BY_KIND, Role, about, verdict
 from ebbtide.tuner.placements.checkpointing import check_failures, without_writers
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
+from ebbtide.tuner.placements.quick import quick_or_roomiest, quick_plan
 from ebbtide.tuner.placements.storage import UNWORN, wear, with_storage
 from ebbtide.tuner.progress import Told
 from ebbtide.tuner.service.requests import (
@@ -238,7 +238,7 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
         progress(0.2, "searching the best plan")
         return _searched(request, machine, workload)
     within = limits if request.mtbf_s is None else without_writers(limits)
-    quick = even_plan(workload, machine, within, **freedom(request))
+    quick = quick_plan(workload, machine, within, **freedom(request))
     if quick.prediction is None or not (quick.stores or request.endurance_bytes):
         return quick
     told = UNWORN
@@ -274,7 +274,7 @@ def _searched(request: Planning, machine: Machine, workload: Workload, **more: A
 
 
 def freedom(request: Scenario) -> dict[str, Any]:
-    """Return the arguments of `even_plan` that say what a search may vary."""
+    """Return the arguments of `quick_plan` that say what a search may vary."""
     sizes: dict[str, Any] = {} if request.subgroup_size is None else {"subgroup_sizes": ()}
     return {"offload_parameters": not offload_of(request).keeps_parameters, **sizes}
 
@@ -373,7 +373,7 @@ def plan_job(request: PlanJob, progress: Told) -> dict[str, Any]:
     machine, workload = resolve(request)
     limits, drives, _ = with_storage(workload, machine, storage_of(request), margin=request.memory_margin)
     progress(0.05, "a quick plan first")
-    quick = even_plan(workload, drives, limits, **freedom(request))
+    quick = quick_plan(workload, drives, limits, **freedom(request))
     assert quick.prediction is not None
     quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")

@@ -11,9 +11,9 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, worded
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
 from ebbtide.tuner.answer.rows import Row, compare
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.impossible import ImpossibleError
+from ebbtide.tuner.placements.quick import quick_or_roomiest, quick_plan
 from ebbtide.tuner.progress import Told, silently
 from ebbtide.tuner.service.answers import TEMPLATES, allowed, answer, freedom, listed
 from ebbtide.tuner.service.requests import Answer, PostedPlan, check_plannable, machine_of, resolve
@@ -65,7 +65,7 @@ def sweep(call: SweepCall, progress: Told) -> dict[str, Any]:
         progress(number / len(points), f"{number} of {len(points)} points")
         if isinstance(point, _Point) and call.search:
             with suppress(ImpossibleError):
-                plans.append(even_plan(point.workload, point.machine, point.limits, **point.freedom))
+                plans.append(quick_plan(point.workload, point.machine, point.limits, **point.freedom))
     return {"points": [_told(point, plans) for point in points]}
 
 

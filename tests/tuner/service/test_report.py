@@ -15,11 +15,11 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedule import KINDS
 from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.simulator.timeline import Timeline
-from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.answer.rows import PEERS
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline, role_of
 from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.progress import silently
 from ebbtide.tuner.service.report import ReportCall, html_of_call, posted, read_run, read_timelines, report_html, trace
 from ebbtide.tuner.service.requests import MODELS, Planned, Scenario, resolve
@@ -99,7 +99,7 @@ def test_report_and_trace_call_deepspeed_alone_by_its_name(config):
     if config:
         scenario = scenario.model_copy(update={"model": "Llama 3.2 1B"})
     machine, work = resolve(scenario)
-    plan = even_plan(work, machine, Limits.of(work, machine))
+    plan = quick_plan(work, machine, Limits.of(work, machine))
     events = trace(Planned(plan=plan, scenario=scenario), silently)["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names[0].startswith("predicted: stock ZeRO-")

@@ -14,8 +14,7 @@ from itertools import accumulate
 from ebbtide.simulator.update.order import FORWARD, issue_order, order_of
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.moves import ALLOWED, STAGED
+from ebbtide.tuner.placements.candidate import ALLOWED, STAGED, Candidate
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 LARGE = 2 * 10**8  # elements. Smaller subgroups may be worth a note only above this size

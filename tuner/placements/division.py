@@ -19,11 +19,11 @@ from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.steps import Queue
 from ebbtide.simulator.update.way import Way, plain_ways
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.impossible import ImpossibleError
 
 
 @dataclass(frozen=True)
-class Fit:
+class Division:
     """The division of a model's parameters among placements that leaves the most room in the fullest memory.
 
     Attributes:
@@ -47,7 +47,7 @@ class Fit:
         return sum(share for (_, location), share in self.shares.items() if location == "host")
 
 
-def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float | None = None) -> Fit:
+def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float | None = None) -> Division:
     """Return the division of a model's parameters among placements that leaves the most free bytes in the fullest
     memory.
 
@@ -72,7 +72,7 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
         if share > 1e-9
     }
     device_bytes = _within(taken[0] + int(_base(workload) * params), limits.device_bytes)
-    return Fit(device_bytes, _within(taken[1], limits.host_bytes), taken[2], shares)
+    return Division(device_bytes, _within(taken[1], limits.host_bytes), taken[2], shares)
 
 
 @dataclass(frozen=True)
