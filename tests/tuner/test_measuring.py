@@ -12,12 +12,20 @@ import optuna
 import pytest
 from click.testing import CliRunner
 from ebbtide.runtime.frontdoor.configured import configured
-from ebbtide.simulator import preset
+from ebbtide.simulator import Plan, preset
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.tuner.calibrate.calibration import CalibrationError, calibrate, predicted_s
+from ebbtide.tuner.calibrate.run_logs import Described, read_observations
 from ebbtide.tuner.cli import main
+from ebbtide.tuner.configurations.answer import Answer
+from ebbtide.tuner.configurations.deciding import as_trained, explore
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
 from ebbtide.tuner.configurations.measuring import Measurement, filled, measure, places, with_config
-from ebbtide.tuner.configurations.space import Configuration
+from ebbtide.tuner.configurations.report import as_json
+from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.watched import TOO_LONG, ended
 
 from tests.conftest import RANK_VARIABLES
@@ -30,6 +38,8 @@ MODEL = {
     "intermediate_size": 128,
     "vocab_size": 256,
 }
+LARGE = "llama-3.2-1b"
+RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s", "device_flops_per_s")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 1.0,
@@ -133,6 +143,8 @@ def test_the_best_are_trained_and_the_study_keeps_what_was_measured(folder, deep
         "2",
         "-o",
         "all.json",
+        "--emit-deepspeed",
+        "best.json",
     ]
     command = [*TRAIN, "--config=ds.json", "--small", "4", "--then", "oom"]
     done = searched(*words, "--free", "micro_batch,offload", "--", *command)
@@ -153,6 +165,13 @@ def test_the_best_are_trained_and_the_study_keeps_what_was_measured(folder, deep
     assert json.loads((folder / "all.json").read_text())["best"]["configuration"] == best["configuration"]
     assert "fastest measured: 1 GPU, ZeRO-3" in done.output
     assert "ran out of memory after 0 steps: torch.OutOfMemoryError: CUDA out of memory" in done.output
+
+    written = json.loads((folder / "best.json").read_text())
+    assert written["train_micro_batch_size_per_gpu"] == best["configuration"]["micro_batch"]
+    assert written["optimizer"] == CONFIG["optimizer"]
+    assert ("ebbtide" in written) == (best["plan"] is not None)
+    if best["plan"] is not None:
+        assert Plan.load(written["ebbtide"]["plan"]) == Plan.from_fields(best["plan"])
 
     (name,) = [one.study_name for one in optuna.get_all_study_summaries("sqlite:///s.db")]
     trials = optuna.load_study(study_name=name, storage="sqlite:///s.db").trials
@@ -236,6 +255,36 @@ def test_two_ranks(folder, deepspeed_ops, launcher):
     assert len(one.seconds) == 8
 
 
+def test_what_was_measured_calibrates_a_machine(tmp_path):
+    """A machine with slower rates is recovered from measurements, which are its own predictions here."""
+    usual = preset("rtx4090")
+    slow = usual.with_rates(**{name: getattr(usual, name).median / 3 for name in RATES})
+    measured = []
+    for micro_batch in (1, 4):
+        for offload in ("optimizer", "none"):
+            c = Configuration(micro_batch=micro_batch, offload=offload, zero_stage=2)
+            outcome = Question(LARGE, usual).answer(c, sizes=(10**8,))
+            ran = Question(LARGE, slow).of(outcome.configuration)
+            work, plan = estimated(ran, slow), outcome.plan
+            name, options = ("ebbtide", {"plan": plan}) if plan else ran.offload.strategy(2)
+            work = work.cut_as(plan) if plan else work
+            seconds = simulate_fast(build_strategy(name, work, iterations=1, **options), slow).iteration_s
+            measured.append(Measurement(outcome, (seconds,), tokens_per_sample=2048))
+    answer = Answer(Space.of(Configuration(), ("offload",)), (), complete=True, measured=tuple(measured))
+    record = {**as_json(answer), "job": {"model": LARGE, "sequence": 2048, "shape": {}}}
+    (tmp_path / "all.json").write_text(json.dumps(record))
+    seen = read_observations(tmp_path / "all.json", Described())
+    for one in seen:
+        assert predicted_s(one.build(slow), slow)["iteration"] == pytest.approx(one.measured_s["iteration"], rel=0.01)
+    found = calibrate(usual, seen)
+    assert found.left_pct < 0.2 * found.before_pct
+
+    record["measured"] = [{**row, "measured_s": None} for row in record["measured"]]
+    (tmp_path / "all.json").write_text(json.dumps(record))
+    with pytest.raises(CalibrationError, match=r"must hold a measured configuration, but all\.json has none"):
+        read_observations(tmp_path / "all.json", Described())
+
+
 def processes_of(folder):
     found = []
     for place in Path("/proc").glob("[0-9]*"):
@@ -305,6 +354,17 @@ def test_what_went_wrong_is_named(tmp_path, name):
     one = measure(question, outcome, [sys.executable, "-c", text], 3.0 if name == "hangs" else 100.0)
     assert says in one.why_not
     assert one.out_of_memory is out_of_memory
+
+
+def test_configurations_that_train_alike_are_measured_once():
+    """On this machine no plan moves parameters to host memory, although it may."""
+    question = asked()[0]
+    space = Space.of(Configuration(micro_batch=2), ("offload", "recompute"), 2)
+    found = explore(question, space, best=2)
+    known = {as_trained(outcome) for outcome in found.fitting}
+    assert len(known) >= 2
+    assert {o.configuration.offload for o in found.fitting if o.plan} == {"optimizer", "parameters"}
+    assert len({as_trained(o) for o in found.fitting if o.plan}) < len([o for o in found.fitting if o.plan])
 
 
 def test_places_in_a_command():

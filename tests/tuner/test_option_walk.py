@@ -177,6 +177,11 @@ TABLE = {
         "no_flash_attention": changes("--no-flash-attention"),
         "flash_version": changes("--flash-version", "3", beside=("--sequence", "65536")),
         "study": changes("--study", "sqlite:///search.db"),
+        # tests/tuner/test_measuring.py measures.
+        "measure": Refused(("--measure", "1"), "--measure must be followed by the training command"),
+        "measure_timeout": Refused(("--measure-timeout", "5m"), "--measure-timeout has an effect only with --measure"),
+        "command": Refused(("--", "true"), "a command has an effect only with --measure N"),
+        "emit_deepspeed": changes("--emit-deepspeed", "best.json"),
         "output": changes("-o", "found.json"),
         "as_json": changes("--json"),
     },

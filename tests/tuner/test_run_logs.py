@@ -219,7 +219,7 @@ def test_files_that_tell_nothing_are_refused(tmp_path):
         seen_in(tmp_path, "".join(REAL.splitlines(keepends=True)[:10]))
     with pytest.raises(CalibrationError, match="--runs must be a readable file"):
         read_observations(tmp_path / "none.log", Described())
-    with pytest.raises(CalibrationError, match="must be a workload of `tune profile`"):
+    with pytest.raises(CalibrationError, match="must be of `tune profile` or `tune search --measure`"):
         seen_in(tmp_path, "{}", name="w.json")
 
 

@@ -12,6 +12,7 @@ per iteration. This holds for DeepSpeed 0.18.6 to 0.19.8.
 """
 
 import csv
+import json
 import math
 import re
 import statistics
@@ -27,6 +28,7 @@ from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import LAUNCHERS, Job, started
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
@@ -281,6 +283,8 @@ class Described:
             work = started(work, **{name: self.shape.get(name) for name in _STARTED})
         if "sub_group_size" in self.options:
             work = work.recut(int(self.options["sub_group_size"]))
+        if "plan" in self.options:
+            work = work.cut_as(self.options["plan"])
         options = {k: v for k, v in self.options.items() if k != "sub_group_size"}
         name = self.strategy
         if name is None:
@@ -320,7 +324,8 @@ class Described:
 def read_observations(path: str | Path, described: Described) -> list[Observation]:
     """Read the measured training runs in a file.
 
-    The file is a CSV file, a workload from `tune profile` (``.json``), or a DeepSpeed log.
+    The file is a CSV file, a workload from `tune profile` or what `tune search --measure` wrote (``.json``), or a
+    DeepSpeed log.
 
     Raises:
         CalibrationError: The file cannot be read, or it has no usable run. The message says what is missing.
@@ -333,6 +338,8 @@ def read_observations(path: str | Path, described: Described) -> list[Observatio
     if file.suffix == ".csv":
         return _from_csv(file.name, text, described)
     if file.suffix == ".json":
+        if (found := _searched(text)) is not None:
+            return _from_search(file.name, found)
         return [_from_profile(file.name, text, described)]
     return [_from_log(file.name, text, described)]
 
@@ -386,12 +393,39 @@ def _whole_of(name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]) -> tu
     return whole_s, []
 
 
+def _searched(text: str) -> Mapping[str, Any] | None:
+    """Return what `tune search --measure` wrote, or None if a file has something else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"job", "measured"} <= found.keys() else None
+
+
+def _from_search(name: str, found: Mapping[str, Any]) -> list[Observation]:
+    job, seen = found["job"], []
+    for row in found["measured"]:
+        if not row["measured_s"]:
+            continue
+        tokens = round(row["tokens_per_sample"] or job["sequence"])
+        shape = {**job["shape"], **row["shape"], "sequence": tokens}
+        ran = Described(job["model"], row["deepspeed"], shape=shape)
+        if row["plan"] is not None:
+            ran = replace(ran, strategy="ebbtide", options={"plan": Plan.from_fields(row["plan"])})
+        seen.append(Observation(row["name"], ran.build, {"iteration": row["measured_s"]}))
+    if not seen:
+        raise CalibrationError(
+            f"a file of `tune search --measure` in --runs must hold a measured configuration, but {name} has none"
+        )
+    return seen
+
+
 def _from_profile(name: str, text: str, described: Described) -> Observation:
     try:
         work = Workload.model_validate_json(text)
     except ValueError as error:
         raise CalibrationError(
-            f"a JSON file of --runs must be a workload of `tune profile`, but {name} is not: "
+            f"a JSON file of --runs must be of `tune profile` or `tune search --measure`, but {name} is not: "
             f"{str(error).splitlines()[0]}"
         ) from None
     measured = {phase: work.phase_times[phase].median for phase in PHASES if phase in work.phase_times}

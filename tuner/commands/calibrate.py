@@ -30,10 +30,9 @@ LARGE_MISS = 1.5
     "--runs",
     multiple=True,
     required=True,
-    help="Measured runs: a log with DeepSpeed's wall_clock_breakdown, a workload.json of `tune "
-    "profile`, or a CSV with the columns forward_ms, backward_ms, step_ms, iteration_ms. A log "
-    "with steps_per_print 1 and log level info also gives the time between phases. May be "
-    "repeated.",
+    help="Measured runs: a log with DeepSpeed's wall_clock_breakdown, a workload.json of `tune profile`, the file of "
+    "`tune search --measure`, or a CSV with the columns forward_ms, backward_ms, step_ms, iteration_ms. A log with "
+    "steps_per_print 1 and log level info also gives the time between phases. May be repeated.",
 )
 @click.option(
     "--strategy",

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -126,7 +127,17 @@ _SETTINGS = ("recompute_share", "kernels", "fused_loss", "flash_attention", "fla
     show_default=True,
     help="Time after which a measured run of the command is ended, e.g. 10m.",
 )
-@click.option("-o", "--output", help="File to write all simulated configurations to, as JSON.")
+@click.option(
+    "-o",
+    "--output",
+    help="File to write all simulated and measured configurations to, as JSON. `tune calibrate --runs` reads what was "
+    "measured.",
+)
+@click.option(
+    "--emit-deepspeed",
+    help="DeepSpeed config to write for training in the fastest configuration: the one that the command names, or that "
+    "of --ds-config, changed. Its plan, if it has one, is written beside it.",
+)
 @JSON
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @guarded
@@ -140,6 +151,7 @@ def search(
     measure_timeout: float,
     command: tuple[str, ...],
     output: str | None,
+    emit_deepspeed: str | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
@@ -156,6 +168,8 @@ def search(
     check_folder("--output", output)
     needs("without --keep-activations", not asked["keep_activations"], "recompute_share")
     check_distinct("--output", output)
+    check_folder("--emit-deepspeed", emit_deepspeed)
+    check_distinct("--emit-deepspeed", emit_deepspeed)
     needs("with --measure", measure is not None, "measure_timeout")
     passed = _passed(measure, command)
     on, limits, _ = read_asked(machine, asked)
@@ -174,9 +188,14 @@ def search(
         with _interrupted_by_sigterm():
             answer = measure_best(question, answer, command, measure, measure_timeout, partial(click.echo, err=True))
     record = report.as_json(answer)
+    if measure is not None:
+        model = Path(asked["model"])
+        named = str(model.resolve()) if model.is_file() else asked["model"]
+        record["job"] = {"model": named, "sequence": asked["sequence"], "shape": dict(question.shape)}
     if output is not None:
         with written("--output", output):
             write_config(record, output)
+    _emit(emit_deepspeed, question, answer, command)
     right = bool(answer.fastest_measured if measure else answer.fitting)
     if as_json:
         click.echo(json.dumps(record, indent=1))
@@ -204,6 +223,19 @@ def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, A
         shape=given(asked, *_SETTINGS),
         storage=dict(asked["storage"]),
     )
+
+
+def _emit(path: str | None, question: Question, answer: Answer, command: tuple[str, ...]) -> None:
+    from ebbtide.tuner.answer.use import write_config
+    from ebbtide.tuner.configurations.measuring import config_of
+
+    if path is None or answer.best is None:
+        return
+    plan_file = Path(path).resolve().with_suffix(".plan.json")
+    with written("--emit-deepspeed", path):
+        write_config(config_of(question, answer.best, plan_file, command), path)
+    told = f" and its plan to {plan_file}" if answer.best.plan is not None else ""
+    click.echo(f"DeepSpeed config of {answer.best.configuration.text()} written to {path}{told}", err=True)
 
 
 def _passed(measure: int | None, command: tuple[str, ...]) -> set[str] | None:
@@ -245,8 +277,7 @@ def _space(
     question: Question, asked: Mapping[str, Any], free: str | None, global_batch: int | None, passed: set[str] | None
 ) -> Space:
     from ebbtide.tuner.configurations.fixed import fixed_knobs
-    from ebbtide.tuner.configurations.measuring import OF_SCRIPT
-    from ebbtide.tuner.configurations.space import Configuration, Space
+    from ebbtide.tuner.configurations.space import OF_SCRIPT, Configuration, Space
 
     fixed = fixed_knobs(asked, question.ds_config, global_batch)
     usual = Configuration(

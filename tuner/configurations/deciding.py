@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ebbtide.tuner.advice.tried import Tried
 from ebbtide.tuner.configurations.answer import Answer
@@ -126,8 +127,8 @@ def measure_best(
         return not any(outcome == one.outcome or one.rules_out(outcome) for one in lacking)
 
     while sum(not one.out_of_memory for one in made) < most:
-        tried = [one.outcome for one in made]
-        following = (o for o in answer.fitting if o not in tried and usable(o))
+        tried = {as_trained(one.outcome) for one in made}
+        following = (o for o in answer.fitting if as_trained(o) not in tried and usable(o))
         outcome = next(following, None)
         if outcome is None and tried and made[-1].out_of_memory:
             known = len(answer.fitting)
@@ -149,8 +150,25 @@ def _speed(tried: Tried, seconds: float) -> float:
 
 def _to_beat(outcomes: dict[Configuration, Outcome], best: int, usable: Callable[[Outcome], bool]) -> float:
     """Return the speed that a configuration must exceed to be one of the ``best`` fastest, 0 if any does."""
-    speeds = sorted((o.tokens_per_s for o in outcomes.values() if o.fits and usable(o)), reverse=True)
+    distinct = dict[Any, float]()
+    for outcome in outcomes.values():
+        if outcome.fits and usable(outcome):
+            key = as_trained(outcome)
+            distinct[key] = max(outcome.tokens_per_s, distinct.get(key, 0.0))
+    speeds = sorted(distinct.values(), reverse=True)
     return speeds[best - 1] if len(speeds) >= best else 0.0
+
+
+def as_trained(outcome: Outcome) -> Any:
+    """Return what tells a configuration from others in training.
+
+    A plan that may move parameters to host memory, but does not, is the same as one that may not.
+    """
+    if outcome.plan is None:
+        return outcome.configuration
+    moves = "host" in outcome.plan.parameter_locations
+    kept = outcome.configuration.changed(offload="parameters" if moves else "optimizer", sub_group_size=0)
+    return kept, outcome.plan.digest
 
 
 def _planned(question: Question, c: Configuration, tried: Tried, least: float) -> Outcome:

@@ -25,8 +25,6 @@ from ebbtide.tuner.watched import TOO_LONG, ended, tail
 STEPS = 12
 WARM_UP = 4  # DeepSpeed records its trace in the first two steps, and the allocators need two more to settle
 LIMIT_S = 1800.0
-# Settings that no DeepSpeed config has. The script has them, so a command must have a place for them.
-OF_SCRIPT = ("recompute", "recompute_share", "fused_loss", "kernels", "flash_attention", "gpus")
 _PLACE = re.compile(r"\{(\w+)\}")
 _OUT_OF_MEMORY = {
     "device": re.compile(r"^.*(?:OutOfMemoryError:|CUDA out of memory|CUDA error: out of memory).*$", re.MULTILINE),
@@ -139,20 +137,46 @@ def with_config(command: Sequence[str], wanted: Mapping[str, Any], folder: Path)
     """
     from ebbtide.runtime.frontdoor.configured import configured
 
-    words = []
+    words = list(command)
+    for number, (path, config) in _configs(command).items():
+        copy = folder / str(number) / Path(path).name
+        copy.parent.mkdir()
+        copy.write_text(json.dumps(configured(config, wanted)), encoding="utf-8")
+        words[number] = f"{command[number].removesuffix(path)}{copy}"
+    return words
+
+
+def _configs(command: Sequence[str]) -> dict[int, tuple[str, dict[str, Any]]]:
+    """Return the paths and contents of the DeepSpeed configs that a command names, by the number of the word."""
+    found = {}
     for number, word in enumerate(command):
-        flag, equals, path = word.rpartition("=")
+        path = word.rpartition("=")[2]
         try:
             config = read_file(path) if Path(path).is_file() and path.endswith(".json") else {}
         except ModelError:
-            config = {}
+            continue
         if kind_of(config) == DEEPSPEED_CONFIG:
-            copy = folder / str(number) / Path(path).name
-            copy.parent.mkdir()
-            copy.write_text(json.dumps(configured(config, wanted)), encoding="utf-8")
-            word = f"{flag}{equals}{copy}"
-        words.append(word)
-    return words
+            found[number] = path, config
+    return found
+
+
+def config_of(question: Question, outcome: Outcome, plan_file: Path, command: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the DeepSpeed config of a configuration: that of a command, or of the search, with the configuration in
+    it. Its plan, if there is one, is written to a file.
+    """
+    from ebbtide.runtime.frontdoor.configured import KEY, configured
+
+    made = dict(outcome.deepspeed)
+    if outcome.plan is not None:
+        outcome.plan.save(plan_file)
+        work = question.workload(outcome.configuration)
+        made = emitted_config(outcome.plan, str(plan_file), made, work.wire_dtype, work.zero_stage)
+    named = next((config for _, config in _configs(command).values()), None)
+    if named is None:  # without this key, the Trainer would not clip
+        return made if question.ds_config else {"gradient_clipping": "auto", **made}
+    own = {name: value for name, value in (named.get(KEY) or {}).items() if name != "plan"}
+    made = configured(named, made)
+    return {**made, KEY: {**own, **made[KEY]}} if KEY in made else made
 
 
 def _word(value: Any) -> str:
@@ -171,7 +195,7 @@ def measure(question: Question, outcome: Outcome, command: Sequence[str], limit_
             "folder": scratch,
             "steps": STEPS,
             "warm_up": WARM_UP,
-            "deepspeed": _config(question, outcome, folder),
+            "deepspeed": config_of(question, outcome, folder / "plan.json"),
             "precision": question.workload(c).wire_dtype,
             "parameters": question.job.architecture.elements,
             "sequence": question.sequence,
@@ -182,16 +206,6 @@ def measure(question: Question, outcome: Outcome, command: Sequence[str], limit_
         code, text = ended(words, folder, asked, limit_s=limit_s)
         ranks = [_lines(path) for path in sorted(folder.glob("rank*.jsonl"))]
     return _read(outcome, ranks, code, text, limit_s)
-
-
-def _config(question: Question, outcome: Outcome, folder: Path) -> dict[str, Any]:
-    given = dict(outcome.deepspeed)
-    if outcome.plan is None:
-        return given
-    plan_file = folder / "plan.json"
-    outcome.plan.save(plan_file)
-    work = question.workload(outcome.configuration)
-    return emitted_config(outcome.plan, str(plan_file), given, work.wire_dtype, work.zero_stage)
 
 
 def _lines(path: Path) -> dict[str, Any]:

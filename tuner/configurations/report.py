@@ -6,6 +6,7 @@ from typing import Any
 from ebbtide.simulator.limits import size
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome
+from ebbtide.tuner.configurations.space import OF_SCRIPT, Configuration
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -96,6 +97,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "measured": [
             {
                 **_row(one.outcome),
+                "name": one.outcome.configuration.text(),
+                "shape": _shape(one.outcome.configuration),
                 "plan": one.outcome.plan and one.outcome.plan.model_dump(mode="json"),
                 "measured_s": one.measured_s or None,
                 "ratio": one.ratio or None,
@@ -114,6 +117,11 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "untried": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.untried().items()},
         "outcomes": [_row(o) for o in answer.outcomes],
     }
+
+
+def _shape(c: Configuration) -> dict[str, Any]:
+    """Return the fields of a `Job` that its DeepSpeed config does not have."""
+    return {"data_parallel": c.gpus, **{knob: getattr(c, knob) for knob in OF_SCRIPT if knob != "gpus"}}
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:

@@ -113,6 +113,8 @@ _WHERE: dict[Offload, str] = {
     "nvme": "state on NVMe, parameters in host memory",
 }
 KNOBS = tuple(Configuration.__dataclass_fields__)
+# Settings that no DeepSpeed config has: the script or its launcher has them.
+OF_SCRIPT = ("recompute", "recompute_share", "fused_loss", "kernels", "flash_attention", "gpus")
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def _clean_up(run: Run) -> None:
         remove_shared_buffers(int(run.about["port"]))
 
 
-def _broken_off(side: Side, code: int, run: Run, steps: int, text: str) -> str:
+def _broken_off(side: Side, code: int | None, run: Run, steps: int, text: str) -> str:
     silent = f", and {run.silent} of its ranks took none" if run.silent else ""
     return (
         f"the command must train for --steps {steps} or end by itself, but {side.how} it "
@@ -132,7 +132,7 @@ def _broken_off(side: Side, code: int, run: Run, steps: int, text: str) -> str:
     )
 
 
-def _failure(side: Side, code: int, text: str) -> str:
+def _failure(side: Side, code: int | None, text: str) -> str:
     return (
         f"the command must train with a DeepSpeed engine or a torch optimizer, but "
         f"{side.how} it ended with exit code {code} before an optimizer step (--against leaves "
