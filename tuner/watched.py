@@ -73,7 +73,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > by:
-            break  # a process in an uninterruptible wait ends when its device answers
+            return  # a process in an uninterruptible wait ends when its device answers
         time.sleep(0.05)
     process.wait()
 

@@ -460,6 +460,14 @@ def test_what_a_command_has_no_place_for_is_not_varied(folder):
     assert [row["why_not"] for row in record["measured"]]
 
 
+@pytest.mark.parametrize(("tokens", "told"), [(100.0, False), (50.0, True), (None, False)])
+def test_samples_of_another_length_are_told(tokens, told):
+    one = Measurement(outcome_of(), (1.0,) * 8, tokens_per_sample=tokens)
+    answer = Answer(Space.of(Configuration(), ("recompute",)), (one.outcome,), complete=True, measured=(one,))
+    said = "the script's samples have 50 tokens, but the search assumed 100 (--sequence)"
+    assert any(said in remark for remark in answer.remarks()) is told
+
+
 def test_measured_speeds_that_cannot_be_told_apart():
     first = Measurement(outcome_of(), (1.0, 1.1, 1.2, 1.3))
     assert first.slowest_speed < first.tokens_per_s < first.quickest_speed

@@ -140,6 +140,14 @@ class Answer:
             told.append(
                 f"the variation of its steps is larger than its lead over {alike[0].outcome.configuration.text()}"
             )
+        o = first.outcome
+        assumed = o.tokens_per_s * o.iteration_s / o.configuration.global_batch
+        real = first.tokens_per_sample
+        if real is not None and abs(real - assumed) > NEAR * assumed:
+            told.append(
+                f"the script's samples have {real:.0f} tokens, but the search assumed {assumed:.0f} (--sequence), so "
+                "predictions are of other work, and the tokens/s count samples of the assumed length"
+            )
         return told
 
     def _offloading(self, best: Outcome) -> list[str]:
