@@ -32,7 +32,7 @@ from ebbtide.runtime.zero.checks.guard import (
     stored_at,
 )
 from ebbtide.runtime.zero.checks.other_steps import warn_of_late_gradients, warn_of_other_steps
-from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
 from ebbtide.runtime.zero.storing import storing_plan
 from ebbtide.runtime.zero.subgroup_size import (

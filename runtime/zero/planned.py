@@ -26,8 +26,7 @@ from ebbtide.simulator.workload import WireDtype, ZeroStage
 
 if TYPE_CHECKING:
     from ebbtide.runtime.execution.session import Session
-    from ebbtide.runtime.zero.cuts import Cut
-    from ebbtide.runtime.zero.flat_partitions import FlatState
+    from ebbtide.runtime.zero.flat_partitions import Cut, FlatState
 
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -19,8 +19,7 @@ from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.zero.checks import private
-from ebbtide.runtime.zero.cuts import Cut
-from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HostSums, hand_back
+from ebbtide.runtime.zero.flat_partitions import Cut, FlatPartitions, HostSums, hand_back
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, float64_norms, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan

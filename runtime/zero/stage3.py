@@ -14,8 +14,7 @@ from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.zero import stage3_buffers
 from ebbtide.runtime.zero.checks import private
-from ebbtide.runtime.zero.cuts import Cut, cuts_of
-from ebbtide.runtime.zero.flat_partitions import FlatState
+from ebbtide.runtime.zero.flat_partitions import Cut, FlatState, cuts_of
 from ebbtide.runtime.zero.gathers import Gathers
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norms, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice

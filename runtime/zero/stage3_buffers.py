@@ -1,9 +1,9 @@
 """Functions that let a plan use DeepSpeed's ZeRO-3 buffers, and that restore the buffers if the plan cannot be
 attached.
 
-A plan's subgroups are DeepSpeed's subgroups or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). If they are parts,
-each of DeepSpeed's fp32 tensors still holds a whole subgroup of DeepSpeed (`FlatState`), because DeepSpeed's norms and
-checkpoints need whole subgroups. DeepSpeed's flat parameter tensors also stay whole, until the plan moves the
+A plan's subgroups are DeepSpeed's subgroups or parts of them (`ebbtide.runtime.zero.flat_partitions.cuts_of`). If they
+are parts, each of DeepSpeed's fp32 tensors still holds a whole subgroup of DeepSpeed (`FlatState`), because DeepSpeed's
+norms and checkpoints need whole subgroups. DeepSpeed's flat parameter tensors also stay whole, until the plan moves the
 parameters of a part to other memory.
 """
 
@@ -15,7 +15,7 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.hardware.pages import discard
 from ebbtide.runtime.zero.checks import private
-from ebbtide.runtime.zero.cuts import Cut
+from ebbtide.runtime.zero.flat_partitions import Cut
 from ebbtide.runtime.zero.windows import ZeroSlice
 
 

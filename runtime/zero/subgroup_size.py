@@ -3,7 +3,7 @@
 from typing import Any
 
 from ebbtide.runtime.kernels.rule import UpdateRule
-from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.runtime.zero.stage3_buffers import swapped
 from ebbtide.simulator.plan import Plan, PlanError
 

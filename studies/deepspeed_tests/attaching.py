@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ebbtide.runtime.zero.attach import session_of
 from ebbtide.runtime.zero.checks.guard import check_engine, stored_at
-from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, Way
 
 from studies.deepspeed_tests import UNDER_A_PLAN

@@ -217,7 +217,7 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
     A placement tells where a subgroup's state is kept and updated. With ZeRO-1 and ZeRO-2, the plan cuts
     the optimizer state into subgroups of ``subgroup`` elements.
     """
-    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.flat_partitions import subgroups_of
 
     count = len(subgroups_of(engine.optimizer, subgroup))
     placements: list[Any] = [pattern[i % len(pattern)] for i in range(count)]

@@ -358,7 +358,7 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
-    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.flat_partitions import subgroups_of
 
     subgroup = int(engine.optimizer.sub_group_size)
     count = len(subgroups_of(engine.optimizer, subgroup))

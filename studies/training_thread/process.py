@@ -23,7 +23,7 @@ from ebbtide.runtime import attach
 from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.devices.lane import Completion, Lane
 from ebbtide.runtime.zero.attach import session_of
-from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.simulator import Plan
 from ebbtide.simulator.schedule import Lane as LaneName
 

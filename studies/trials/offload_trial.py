@@ -269,7 +269,7 @@ def host_plan(engine: Any, subgroup: int, keep: float = 0.0) -> Plan:
             other subgroups stay where DeepSpeed's config puts them.
     """
     from ebbtide.runtime.zero.checks.private import parameter_location
-    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.flat_partitions import subgroups_of
 
     count = len(subgroups_of(engine.optimizer, subgroup))
     there, kept = parameter_location(engine.optimizer), int(keep * count)

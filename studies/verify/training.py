@@ -156,7 +156,7 @@ def _model(shape: Shape) -> ByteGPT:
 
 def _attach(engine: Any) -> None:
     import ebbtide.runtime
-    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.flat_partitions import subgroups_of
     from ebbtide.simulator.plan import Plan, Way
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))

@@ -16,7 +16,7 @@ from ebbtide.runtime.replan.auto import switch_together
 from ebbtide.runtime.replan.observed import measured_rates, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.zero.attach import switch_plan
-from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.simulator import Layer, Plan, PlanError, Quantity, Workload
 from ebbtide.simulator.schedule import Lane, OpKind, Span
 from ebbtide.simulator.timeline import Timeline

@@ -19,7 +19,7 @@ from ebbtide.runtime.execution.gradients import ParameterSlice
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.replan.auto import better_plan, host_plan
 from ebbtide.runtime.replan.observed import as_observed, gradient_s, observed_workload
-from ebbtide.runtime.zero.collective import CollectiveGathers
+from ebbtide.runtime.zero.gathers import CollectiveGathers
 from ebbtide.runtime.zero.subgroup_size import piece_elements
 from ebbtide.simulator import Machine, OpKind, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast

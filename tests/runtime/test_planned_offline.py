@@ -93,7 +93,7 @@ SIZES = {"vocab_size": 101, "num_hidden_layers": 3, "num_attention_heads": 4, "h
 def test_subgroups_of_zero3_from_a_config_are_the_engines(family):
     import deepspeed
     import transformers
-    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.flat_partitions import subgroups_of
     from ebbtide.simulator import preset, workload_from_model
 
     own = {"intermediate_size": 96, "num_key_value_heads": 2} if family in ("qwen3", "phi3") else {}

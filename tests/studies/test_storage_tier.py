@@ -33,7 +33,7 @@ def test_a_share_of_the_state_is_stored_and_the_bits_are_those_of_stock_in_memor
 
 @pytest.mark.parametrize(("share", "hosted"), [(0.0, 0), (0.5, 6), (0.9, 11)])
 def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
-    monkeypatch.setattr("ebbtide.runtime.zero.cuts.subgroups_of", lambda *_: [1] * 12)
+    monkeypatch.setattr("ebbtide.runtime.zero.flat_partitions.subgroups_of", lambda *_: [1] * 12)
 
     class Optimizer:
         sub_group_size = 1

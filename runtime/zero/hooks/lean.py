@@ -15,8 +15,7 @@ from ebbtide.runtime.zero.checks.coordinator import (
     quickened,
     slowed,
 )
-from ebbtide.runtime.zero.checks.module_hooks import Hook, ModuleHooks, module_stack
-from ebbtide.runtime.zero.hooks.nodes import Node, applied, through
+from ebbtide.runtime.zero.checks.module_hooks import Hook, ModuleHooks, Node, applied, module_stack, through
 
 
 class LeanHooks:

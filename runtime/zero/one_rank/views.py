@@ -10,13 +10,15 @@ import torch
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.checks.module_hooks import (
     ModuleHooks,
+    Node,
+    applied,
     external_parameters,
     forget_trace,
     module_stack,
     own_parameters,
+    through,
 )
 from ebbtide.runtime.zero.fetches import Partitions
-from ebbtide.runtime.zero.hooks.nodes import Node, applied, through
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ def test_a_plan_that_cannot_be_restored_ends_training_clearly(layout, broken, mo
     def fail(*_, **__):
         raise Planted("planted")
 
-    for module in ("session", "switching"):
+    for module in ("session", "allocated"):
         monkeypatch.setattr(f"ebbtide.runtime.execution.{module}.{broken}", fail, raising=False)
     with pytest.raises(LostPlanError, match=r"Planted: planted\. .* Planted: planted\. .*resume from the newest"):
         own.switch(other)

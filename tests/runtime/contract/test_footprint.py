@@ -11,7 +11,7 @@ import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.execution import gradients
 from ebbtide.runtime.execution.gradients import GradientOps
-from ebbtide.runtime.zero.cuts import cuts_of
+from ebbtide.runtime.zero.flat_partitions import cuts_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
 from ebbtide.simulator.optimizer import ADAM

@@ -13,7 +13,7 @@ from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.replan import auto
 from ebbtide.runtime.zero import subgroup_size
 from ebbtide.runtime.zero.attach import switch_plan
-from ebbtide.runtime.zero.cuts import cuts_at_parameters, subgroups_of
+from ebbtide.runtime.zero.flat_partitions import cuts_at_parameters, subgroups_of
 from ebbtide.simulator import PlanError
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.subgroups import ALIGNMENT

@@ -7,7 +7,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime import session_of
-from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator import Plan, PlanError
 from ebbtide.simulator.workload import Layer, Workload

@@ -20,7 +20,7 @@ from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.choice import EmulatedDevice
 from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
-from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.simulator import Plan
 from ebbtide.simulator.update.order import order_of
 

@@ -280,7 +280,7 @@ WAITERS = {
     "execution/gradients.py: fetch_sum": "a sum is read before it is there",
     "execution/gradients.py: _submit": "a gradient is copied before it is there",
     "zero/gathers.py: _before": "readers wait for nothing",
-    "zero/collective.py: _launch_together": "a parameter is read before it is copied",
+    "zero/gathers.py: _launch_together": "a parameter is read before it is copied",
     "zero/stage12.py: _update": "a parameter's first use waits for nothing",
     "one_rank/views.py: _wait": "readers wait for nothing",
     # With one rank, `fetches.py: wait` has made all training streams wait. With several, gloo makes the host wait.

@@ -82,7 +82,7 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
 
 def key_for(engine: Any) -> dict[str, Any]:
     """Return a value of the config key ``ebbtide``: a plan with every placement for the subgroups of an engine."""
-    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.flat_partitions import subgroups_of
     from ebbtide.simulator.plan import Plan
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
