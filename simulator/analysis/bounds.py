@@ -374,7 +374,7 @@ class Blocks:
 
 
 @dataclass
-class Problem:
+class BoundProblem:
     """The linear program for the lower bound of an iteration's time: its variables, and the data of its constraints.
 
     All fractions are fractions of the rank's parameter elements.
@@ -480,7 +480,7 @@ class Problem:
                 yield self.x[blocks, n], each * (times[blocks] if isinstance(times, np.ndarray) else times)
 
 
-def every_element_is_updated_once(p: Problem) -> None:
+def every_element_is_updated_once(p: BoundProblem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: each parameter element of a
     block of layers is updated in exactly one way.
     """
@@ -488,7 +488,7 @@ def every_element_is_updated_once(p: Problem) -> None:
         p.rows.equal(float(share), (columns, 1.0))
 
 
-def buffers_hold_what_is_in_them(p: Problem) -> None:
+def buffers_hold_what_is_in_them(p: BoundProblem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: buffers have room for their
     contents.
 
@@ -504,14 +504,14 @@ def buffers_hold_what_is_in_them(p: Problem) -> None:
                 p.rows.at_most(0.0, (int(held), 1.0), (int(there), -1.0))
 
 
-def the_window_has_a_forward(p: Problem) -> None:
+def the_window_has_a_forward(p: BoundProblem) -> None:
     """Add a constraint to the linear program for the lower bound of an iteration's time: the window is at least as long
     as a forward and the idle time of pipeline parallelism together.
     """
     p.rows.at_most(-p.forward_s - p.work.pipeline_idle_s, (p.window, -1.0), name="training loop")
 
 
-def work_follows_what_it_waits_for(p: Problem) -> None:
+def work_follows_what_it_waits_for(p: BoundProblem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: updates fit between the moment
     at which they can start and the next forward.
 
@@ -525,7 +525,7 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
     The updates of the first k blocks that cannot begin before the start moment must end before the next forward reaches
     the last layer of block k. So the time in between must be at least the time for which these updates use the
     resource. Copies of these blocks' parameters from host memory to the GPU are added to the updates. Of the copies of
-    state, only those are added that `Problem.seconds` counts.
+    state, only those are added that `BoundProblem.seconds` counts.
 
     If the start moment is before the norm, the time for which forward and backward wait is added to the time in
     between. If forward and backward leave nothing of the resource for other work, the time in which they run does not
@@ -544,7 +544,7 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
                 p.rows.at_most(left_s, (p.window, -1.0), *waited, *terms, name=name)
 
 
-def all_work_fits_into_the_iteration(p: Problem) -> None:
+def all_work_fits_into_the_iteration(p: BoundProblem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: a resource's work fits into
     the iteration.
 
@@ -559,7 +559,7 @@ def all_work_fits_into_the_iteration(p: Problem) -> None:
         p.rows.at_most(left_s, (p.window, -1.0), (p.waited, -1.0), *terms, name=name)
 
 
-def backward_waits_for_gradients(p: Problem) -> None:
+def backward_waits_for_gradients(p: BoundProblem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: backward waits for copies of
     gradients.
 
@@ -592,7 +592,7 @@ def backward_waits_for_gradients(p: Problem) -> None:
                 p.rows.at_most(times * (float(head_s) + longest_s), (p.waited, -1.0), *terms)
 
 
-def what_is_held_fits_into_memory(p: Problem) -> None:
+def what_is_held_fits_into_memory(p: BoundProblem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: all data fits into each memory.
 
     The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Some of these
@@ -709,7 +709,7 @@ def rough_bound_s(workload: Workload, machine: Machine, limits: Limits) -> float
         ValueError: No plan fits into memory.
     """
     chosen = _ways(workload, machine, limits, early=_updates_early(workload, machine))
-    p = _with_rules(Problem(workload, machine, limits, chosen, most_blocks=ROUGH_BLOCKS))
+    p = _with_rules(BoundProblem(workload, machine, limits, chosen, most_blocks=ROUGH_BLOCKS))
     solved = p.rows.lowest(*p.mean(1.0))
     if solved is None:
         raise ValueError("parameters, gradients, state and activations must fit into memory, but no plan fits")
@@ -720,12 +720,12 @@ def _updates_early(workload: Workload, machine: Machine) -> bool:
     return workload.zero_stage > 1 and not machine.unified_memory
 
 
-def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:
+def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> BoundProblem:
     """Return the linear program for the lower bound of the time of an iteration that clips no gradients."""
-    return _with_rules(Problem(workload, machine, limits, _ways(workload, machine, limits, early=early)))
+    return _with_rules(BoundProblem(workload, machine, limits, _ways(workload, machine, limits, early=early)))
 
 
-def clipping_steps(p: Problem) -> Problem:
+def clipping_steps(p: BoundProblem) -> BoundProblem:
     """Extend the linear program for the lower bound of an iteration's time by steps that clip gradients.
 
     Early updates start before the gradient norm is known. A step that clips discards them and repeats them after the
@@ -737,7 +737,7 @@ def clipping_steps(p: Problem) -> Problem:
         The variables of the second plan.
     """
     ways = [way for way in p.ways if not way.early]
-    q = _with_rules(Problem(p.given, p.machine, p.limits, ways, p.rows))
+    q = _with_rules(BoundProblem(p.given, p.machine, p.limits, ways, p.rows))
     for n, way in enumerate(ways):
         same = [m for m, other in enumerate(p.ways) if other._replace(early=False) == way]
         for block, column in enumerate(q.x[:, n]):
@@ -747,7 +747,7 @@ def clipping_steps(p: Problem) -> Problem:
     return q
 
 
-def _with_rules(p: Problem) -> Problem:
+def _with_rules(p: BoundProblem) -> BoundProblem:
     for rule in RULES:
         rule(p)
     return p

@@ -64,7 +64,7 @@ ROUTING_PASSES: Mapping[Kernels, int] = {"fused": 6, "eager": 12}
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassCost:
     """The costs of a forward or backward through a block, relative to those of a forward.
 
     For the forward, ``products``, ``scores`` and ``traffic`` are 1. The backward is counted without recomputation.
@@ -84,8 +84,8 @@ class Pass:
     loss: int
 
 
-FORWARD = Pass(products=1.0, scores=1.0, traffic={"fused": 1.0, "eager": 1.0}, loss=0)
-BACKWARD = Pass(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, loss=1)
+FORWARD = PassCost(products=1.0, scores=1.0, traffic={"fused": 1.0, "eager": 1.0}, loss=0)
+BACKWARD = PassCost(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, loss=1)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Device:
             **training,
         )
 
-    def seconds(self, block: Block, shape: "Shape", part: Pass) -> float:
+    def seconds(self, block: Block, shape: "Shape", part: PassCost) -> float:
         """Return the seconds that a GPU needs for one micro-batch's forward or backward through a block.
 
         An embedding takes no time.
@@ -184,7 +184,7 @@ class Device:
             return 0.0
         return self.wire_bytes * ROUTING_PASSES[self.kernels] * block.experts.per_token * shape.tokens * shape.hidden
 
-    def _loss_bytes(self, block: Block, shape: "Shape", part: Pass) -> float:
+    def _loss_bytes(self, block: Block, shape: "Shape", part: PassCost) -> float:
         kind = "one kernel" if self.fused_loss else self.kernels
         logits = shape.tokens * block.flops_per_token / 2 / shape.hidden / self.tensor_parallel
         return logits * LOSS_BYTES[kind][part.loss]

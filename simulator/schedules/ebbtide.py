@@ -184,7 +184,7 @@ class What(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TapeEntry:
     """An entry of a recorded training iteration: an op, or a marker that stands for ops which depend on the plan.
 
     Attributes:
@@ -216,7 +216,7 @@ class Tape:
         first, last: The entries ``places[first:last]`` are those of the micro-batch that represents several.
     """
 
-    places: Sequence[Place]
+    places: Sequence[TapeEntry]
     first: int = 0
     last: int = 0
     times: int = 1
@@ -248,7 +248,7 @@ class _Recorder(PlannedLoop):
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, locations, overlaps=overlaps)
-        self.marks: dict[int, Place] = {}  # markers without their refs
+        self.marks: dict[int, TapeEntry] = {}  # markers without their refs
         self.stand_ins: dict[int, int] = {}  # op -> its number after those of the places
         self.begun: list[int] = []  # the number of the first op of each micro-batch
 
@@ -262,18 +262,18 @@ class _Recorder(PlannedLoop):
 
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
         added_to, boundary = micro_step > 0, micro_step == self.boundary
-        self._mark(Place(What.GRADIENT, None, (), part, added_to, boundary), after)
+        self._mark(TapeEntry(What.GRADIENT, None, (), part, added_to, boundary), after)
 
     def prefetch(self) -> None:
-        self._mark(Place(What.PREFETCH, None, ()), self.backward_done)
+        self._mark(TapeEntry(What.PREFETCH, None, ()), self.backward_done)
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        self._mark(Place(What.UPDATES, None, ()), norm)
+        self._mark(TapeEntry(What.UPDATES, None, ()), norm)
         count = len(self.sizes)
         new, ends = ([self._stand_in(first + s) for s in range(count)] for first in (0, count))
         return dict(enumerate(new)), ends
 
-    def _mark(self, mark: Place, after: int) -> None:
+    def _mark(self, mark: TapeEntry, after: int) -> None:
         self.marks[self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[after])] = mark
 
     def _stand_in(self, number: int) -> int:
@@ -281,7 +281,7 @@ class _Recorder(PlannedLoop):
         self.stand_ins[op] = number
         return op
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[TapeEntry]:
         ops, count = self.out.ops, len(self.out.ops) // 2
         assert [op.kind for op in ops[:count]] == [op.kind for op in ops[count:]]
         own = [i for i in range(count) if i not in self.stand_ins]
@@ -296,7 +296,7 @@ class _Recorder(PlannedLoop):
             # The engine that replays the recording keeps only the latest op of each place.
             assert all(ref >= number for ref, before in zip(refs, op.after, strict=True) if before < count)
             mark = self.marks.get(count + i)
-            result.append(Place(What.OP, op, refs) if mark is None else replace(mark, refs=refs))
+            result.append(TapeEntry(What.OP, op, refs) if mark is None else replace(mark, refs=refs))
         return result
 
 

@@ -14,7 +14,7 @@ from ebbtide.simulator.schedule import Lane, Memory
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Link:
     """A direction of copies between host memory and another memory tier: the lane of these copies, and their rate."""
 
     lane: Lane
@@ -33,8 +33,8 @@ class Tier:
 
     capacity: str = ""
     shared: bool = False
-    into: Way | None = None
-    out_of: Way | None = None
+    into: Link | None = None
+    out_of: Link | None = None
 
     def capacity_bytes(self, machine: Machine, ranks: int = 1) -> int | None:
         """Return the bytes of a memory tier (GPU, host or storage) that each of ``ranks`` ranks of a node has."""
@@ -45,12 +45,12 @@ class Tier:
 
 TIERS: Mapping[Memory, Tier] = {
     "device": Tier(
-        "device_memory_bytes", into=Way(Lane.H2D, "h2d_bytes_per_s"), out_of=Way(Lane.D2H, "d2h_bytes_per_s")
+        "device_memory_bytes", into=Link(Lane.H2D, "h2d_bytes_per_s"), out_of=Link(Lane.D2H, "d2h_bytes_per_s")
     ),
     "host": Tier("host_memory_bytes", shared=True),
     "storage": Tier(
         shared=True,
-        into=Way(Lane.STORAGE, "storage_write_bytes_per_s"),
-        out_of=Way(Lane.STORAGE_READ, "storage_read_bytes_per_s"),
+        into=Link(Lane.STORAGE, "storage_write_bytes_per_s"),
+        out_of=Link(Lane.STORAGE_READ, "storage_read_bytes_per_s"),
     ),
 }

@@ -114,12 +114,12 @@ def starved(pool):
     """Give the workers of the planning service 30 times as long for each request: beside other tests, they may wait for
     a core.
     """
-    made = pool.Lane.__init__
+    made = pool.RequestQueue.__init__
 
     def init(self, name, size, niceness, limit_s, *rest, **options):
         made(self, name, size, niceness, 30 * limit_s, *rest, **options)
 
-    pool.Lane.__init__ = init
+    pool.RequestQueue.__init__ = init
 
 
 CHANGES = {}

@@ -73,7 +73,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(routes(service), prefix=API)
     _health(app, service)
     _unknown(app)
-    app.mount("/", Page(packages=[("ebbtide.tuner.service", "static")], html=True))
+    app.mount("/", PageFiles(packages=[("ebbtide.tuner.service", "static")], html=True))
     for error, handler in (
         (RequestValidationError, _unprocessable),
         (RuleError, _invalid),
@@ -126,7 +126,7 @@ def _unknown(app: FastAPI) -> None:
 NO_CACHE = {"cache-control": "no-cache"}
 
 
-class Page(StaticFiles):
+class PageFiles(StaticFiles):
     """The files of the service's web page, sent so that browsers ask each time if there is a newer version."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:

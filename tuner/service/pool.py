@@ -153,7 +153,7 @@ class Worker:
             self._process.kill()
 
 
-class Lane:
+class RequestQueue:
     """A queue of requests to the service, with a few worker processes that serve only this queue.
 
     A worker process that has ended is replaced by a new one.
@@ -302,9 +302,9 @@ class Pool:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         light = light_workers or max(1, min(8, cores))
         self.quota = quota
-        self.light = Lane("light", light, 0, quota.light_s, quota.light_waiting, quota, True)
-        self.heavy = Lane("heavy", 1, 10, quota.heavy_s, quota.heavy_waiting, quota)
-        self.jobs = Lane("job", max(1, cores - 1), 15, quota.job_s, 2**31, quota)
+        self.light = RequestQueue("light", light, 0, quota.light_s, quota.light_waiting, quota, True)
+        self.heavy = RequestQueue("heavy", 1, 10, quota.heavy_s, quota.heavy_waiting, quota)
+        self.jobs = RequestQueue("job", max(1, cores - 1), 15, quota.job_s, 2**31, quota)
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:

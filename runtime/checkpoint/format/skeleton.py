@@ -52,7 +52,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The layout of a checkpoint's file: the file's length and the sources of its bytes in ascending order.
 
     Sources do not overlap. Bytes of the file without a source are zero.
@@ -66,7 +66,7 @@ class Layout:
     unreadable: str = ""
 
 
-def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
+def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> FileLayout:
     """Return the layout of the file that ``torch.save(state)`` would write.
 
     Args:
@@ -95,12 +95,12 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     finally:
         os.close(descriptor)
     extents = tuple(sorted([*holes, *frame], key=lambda e: e.offset))
-    return Layout(size, extents, refused)
+    return FileLayout(size, extents, refused)
 
 
-def plain(data: bytes, unreadable: str = "") -> Layout:
-    """Return the `Layout` of a file of a checkpoint that consists of the given bytes."""
-    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), unreadable)
+def plain(data: bytes, unreadable: str = "") -> FileLayout:
+    """Return the `FileLayout` of a file of a checkpoint that consists of the given bytes."""
+    return FileLayout(len(data), (Extent(0, HostBytes.of_bytes(data)),), unreadable)
 
 
 def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
@@ -237,7 +237,7 @@ def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
     return pieces
 
 
-def _whole(state: Any) -> Layout:
+def _whole(state: Any) -> FileLayout:
     pickler = _storage_recorder()
     buffer = io.BytesIO()
     with _torch_save:
@@ -255,7 +255,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """A range of bytes of one tensor or buffer, and its position ``at`` in a block of a checkpoint's file."""
 
     at: int
@@ -277,7 +277,7 @@ class Block:
     file: int
     offset: int
     size_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BlockPiece, ...]
     subgroups: frozenset[int]
     state: State = State.PENDING
     slot: int | None = None
@@ -324,7 +324,7 @@ class PlannedFile:
     """A file that a checkpoint will write: its path inside the checkpoint and its layout."""
 
     path: Path
-    layout: Layout
+    layout: FileLayout
 
 
 def cut(files: Sequence[PlannedFile], block_bytes: int) -> list[Block]:
@@ -335,7 +335,7 @@ def cut(files: Sequence[PlannedFile], block_bytes: int) -> list[Block]:
     return blocks
 
 
-def _cut_file(file: int, layout: Layout, block_bytes: int) -> Iterable[Block]:
+def _cut_file(file: int, layout: FileLayout, block_bytes: int) -> Iterable[Block]:
     extents, first = layout.extents, 0
     for start in range(0, layout.size_bytes, block_bytes):
         end = min(start + block_bytes, layout.size_bytes)
@@ -345,7 +345,7 @@ def _cut_file(file: int, layout: Layout, block_bytes: int) -> Iterable[Block]:
         while at < len(extents) and extents[at].offset < end:
             extent = extents[at]
             begin, stop = max(start, extent.offset), min(end, extent.end)
-            pieces.append(Piece(begin - start, extent.source, begin - extent.offset, stop - begin))
+            pieces.append(BlockPiece(begin - start, extent.source, begin - extent.offset, stop - begin))
             at += 1
         subgroups = frozenset(p.source.subgroup for p in pieces if p.source.subgroup is not None)
         yield Block(file, start, end - start, tuple(pieces), subgroups)

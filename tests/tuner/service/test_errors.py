@@ -15,7 +15,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.plan import CheckpointPlan
 from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain
 from ebbtide.tuner.placements.search import LONG
-from ebbtide.tuner.service.pool import Lane, WorkerError
+from ebbtide.tuner.service.pool import RequestQueue, WorkerError
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
 from ebbtide.tuner.service.report import Run
 from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, Simulate, resolve
@@ -311,7 +311,7 @@ def test_of_alternatives_the_nearest_is_told():
 
 
 def test_an_answer_is_tried_again_when_its_worker_ends():
-    lane, asked = Lane("light", 1, 0, 60.0, 4, Quota()), {"machine": "h100-node", "model": MODEL}
+    lane, asked = RequestQueue("light", 1, 0, 60.0, 4, Quota()), {"machine": "h100-node", "model": MODEL}
     killed = []
 
     def kill(_):
