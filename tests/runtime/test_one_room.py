@@ -59,6 +59,8 @@ def test_every_private_member_in_use_is_in_the_table():
         "_unread",
         "_infinite",
         "_layers",
+        "_order",
+        "_alone",
         "_touch",
         "_pieces",
         "_held",

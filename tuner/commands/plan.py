@@ -141,7 +141,7 @@ def plan(
     """Search for the best plan for training on a machine, and explain why it is the best."""
     from ebbtide.tuner.answer.reasons import shadow_prices
     from ebbtide.tuner.answer.report import show_plan, wide_console
-    from ebbtide.tuner.placements.planning import QUICK
+    from ebbtide.tuner.placements.decision import QUICK
     from ebbtide.tuner.placements.storage import with_storage
 
     needs("with --mtbf", mtbf is not None, "restart", "checkpoint_rate")
@@ -232,7 +232,7 @@ def _of_line(
     options: Mapping[str, Any],
     emit_deepspeed: str | None,
 ) -> Trained:
-    from ebbtide.tuner.placements.planning import QUICK
+    from ebbtide.tuner.placements.decision import QUICK
 
     first = _searched(work, machine, failures, {**options, "effort": QUICK})
     lines = _faster(work, machine, first, options)

@@ -123,6 +123,8 @@ CASES = {
         f"ZeRO-{stage}, full buckets": (lambda stage=stage: start(reduce_bucket_size=17_000, stage=stage), None)
         for stage in (3, 2)
     },
+    # Gradients are reduced in place, in a bucket that the larger ones fill.
+    "ZeRO-2, buckets of one": (lambda: start(reduce_bucket_size=16_384, stage=2, reduce_scatter=False), None),
 }
 
 
@@ -218,7 +220,7 @@ MUTANTS = {
     "a gradient is copied before it is there": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
     "an update does not wait for its gradient": ("ZeRO-3, clipping", (Executor, "_arrived", lambda *_: [])),
     "the next sum is fetched before the last is on the host": ("ZeRO-3, accumulation", with_gradients(after=())),
-    "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
+    "gradients' memory is reduced into again": ("ZeRO-2, buckets of one", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
     "a parameter's first use waits for nothing": ("ZeRO-2, clipping", (FirstTouch, "_wait", settled_at_once)),
     "ops do not wait for those of their step": ("ZeRO-3, clipping", without(Wait.PREVIOUS)),
