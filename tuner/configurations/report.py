@@ -6,6 +6,7 @@ from typing import Any
 from ebbtide.simulator.limits import size
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome
+from ebbtide.tuner.configurations.measuring import Measurement
 from ebbtide.tuner.configurations.space import OF_SCRIPT, Configuration
 from rich.console import Console
 from rich.markup import escape
@@ -94,28 +95,29 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "free": list(answer.space.free),
         "global_batch": answer.space.global_batch,
         "best": None if answer.best is None else _row(answer.best),
-        "measured": [
-            {
-                **_row(one.outcome),
-                "name": one.outcome.configuration.text(),
-                "shape": _shape(one.outcome.configuration),
-                "plan": one.outcome.plan and one.outcome.plan.model_dump(mode="json"),
-                "measured_s": one.measured_s or None,
-                "ratio": one.ratio or None,
-                "tokens_per_s": one.tokens_per_s or None,
-                "steps_s": list(one.seconds),
-                "measured_device_peak_bytes": one.device_peak_bytes or None,
-                "tokens_per_sample": one.tokens_per_sample,
-                "device": one.device,
-                "why_not": one.why_not or None,
-                "out_of_memory": one.out_of_memory,
-            }
-            for one in answer.measured
-        ],
+        **({"measured": [_measurement(one) for one in answer.measured]} if answer.measured else {}),
         "front": [_row(o) for o in answer.front],
         "costs": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.costs().items()},
         "untried": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.untried().items()},
         "outcomes": [_row(o) for o in answer.outcomes],
+    }
+
+
+def _measurement(one: Measurement) -> dict[str, Any]:
+    return {
+        **_row(one.outcome),
+        "name": one.outcome.configuration.text(),
+        "shape": _shape(one.outcome.configuration),
+        "plan": one.outcome.plan and one.outcome.plan.model_dump(mode="json"),
+        "measured_s": one.measured_s or None,
+        "ratio": one.ratio or None,
+        "tokens_per_s": one.tokens_per_s or None,
+        "steps_s": list(one.seconds),
+        "measured_device_peak_bytes": one.device_peak_bytes or None,
+        "tokens_per_sample": one.tokens_per_sample,
+        "device": one.device,
+        "why_not": one.why_not or None,
+        "out_of_memory": one.out_of_memory,
     }
 
 
