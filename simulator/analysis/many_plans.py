@@ -75,7 +75,6 @@ def _kinds(ops: Floats, kind_of: Callable[[OpKind], Kind]) -> kernel.Ints:
 
 MOST_PROGRAMS = 64  # largest number of recordings that are kept, one for each set of parameter locations
 MOST_COUNTED = 1024  # largest number of placements with kept counts
-_WAYS = plain_ways()
 
 
 def _issued(workload: Workload) -> tuple[float | None, ...]:
@@ -117,9 +116,11 @@ class Counted:
     """
 
     def __init__(self, holding: Holding, both: tuple[Amounts, Amounts], summed: float) -> None:
-        self._holding, self.both, self.summed = holding, both, summed
+        self._holding, self.both, self.summed, self._ways = holding, both, summed, plain_ways()
         self.early = any(both[1][0])
-        self.away = any(counts[i] for counts, *_ in both for i, way in enumerate(_WAYS) if way.parameters == "host")
+        self.away = any(
+            counts[i] for counts, *_ in both for i, way in enumerate(self._ways) if way.parameters == "host"
+        )
         self._held: dict[tuple[int, int], Footprint] = {}
         self._buffers: dict[tuple[int, int, int], list[int]] = {}
 
@@ -164,7 +165,9 @@ class Counted:
     def largest_early(self) -> dict[Placement, float]:
         """Return the elements of the largest subgroup with an early update, by placement."""
         by_way = self.both[1][2]
-        return {p: max(n for n, way in zip(by_way, _WAYS, strict=True) if way.placement == p) for p in EARLY_PLACEMENTS}
+        return {
+            p: max(n for n, way in zip(by_way, self._ways, strict=True) if way.placement == p) for p in EARLY_PLACEMENTS
+        }
 
 
 class PlanSweep:
@@ -186,6 +189,7 @@ class PlanSweep:
         self.warm_up = summary.WARM_UP
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.recipes = RecipeArrays.of(workload, fused=fused)
+        self._ways = len(plain_ways())
         self._run_on(machine)
         self.held = Holding.of_workload(workload)
         self._counted: dict[bytes, Counted] = {}  # by the placements
@@ -327,7 +331,7 @@ class PlanSweep:
         if key not in self._counted:
             if len(self._counted) == MOST_COUNTED:
                 self._counted.pop(next(iter(self._counted)))
-            both, summed = totals(placement, self.sizes, len(_WAYS))
+            both, summed = totals(placement, self.sizes, self._ways)
             counts = both.tobytes(), float(summed) if self.held.sums else 0.0
             if counts not in self._by_counts:
                 if len(self._by_counts) == MOST_COUNTED:
