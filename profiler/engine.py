@@ -20,7 +20,7 @@ def profile_engine(
     measured separately (``stock_backward_extra_s``), so ``backward_s`` is the time that remains under a plan. On
     CUDA the hooks lengthen a step, because they wait for the GPU. The times of the phases therefore come from further
     steps without these hooks, and the number of measured steps doubles. A single rank then trains without DeepSpeed's
-    own hooks on modules for as many steps, as it would under a plan (`Workload.bare`).
+    own hooks on modules for as many steps, as it would under a plan (`Workload.planned`).
 
     Args:
         engine: DeepSpeed engine.

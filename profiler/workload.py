@@ -82,8 +82,9 @@ def workload_of(engine: Any, traces: list[Trace], name: str, gathers: Gathered |
     gathers = gathers or private.gathers(optimizer)
     seconds = {"forward_s": forward_s, "backward_s": backward_s + own_s}
     if bare:
-        seconds["bare_forward_s"] = _median(t.phases["forward"] for t in bare)
-        seconds["bare_backward_s"] = _backward_s([t for t in bare if t.plain], [t for t in bare if not t.plain]) + own_s
+        seconds["planned_forward_s"] = _median(t.phases["forward"] for t in bare)
+        watched = [t for t in bare if not t.plain]
+        seconds["planned_backward_s"] = _backward_s([t for t in bare if t.plain], watched) + own_s
     layers = _layers(engine, traces, {name: s / micro for name, s in seconds.items()}, gathers)
     # The step with the highest peak, because a plan must fit into the memory that is free in each step.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
@@ -97,7 +98,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str, gathers: Gathered |
         live_params=None if gathers is None else gathers.live,
         module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,
         step_issue_s=_median(t.step_issue_s for t in plain) if plain else 0.0,
-        bare_step_issue_s=_median(t.step_issue_s for t in bare) if plain and bare else None,
+        planned_step_issue_s=_median(t.step_issue_s for t in bare) if plain and bare else None,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
         provenance=f"medians of {len(timed)} steps of a live engine, memory of the fullest of {len(traces)}"

@@ -2,8 +2,10 @@
 and its settings.
 """
 
+import operator
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from ebbtide.simulator.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from ebbtide.simulator.page import Page, digest_of
@@ -12,6 +14,10 @@ from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.subgroups import Cut, cut, cut_flat, grouped, pieces_of
 from pydantic import Field, NonNegativeInt, model_validator
+
+PASSES = ("forward_s", "backward_s")
+UNDER_PLANS = ("planned_", "fetched_")  # prefixes of the fields with times under a plan
+PASSES_UNDER_PLANS = tuple(kind + name for kind in UNDER_PLANS for name in PASSES)
 
 
 class Layer(Page):
@@ -34,16 +40,19 @@ class Layer(Page):
             2. While those ranks copy the gradients of these elements to the host, this rank's next reduction waits.
         unhidden_s: Seconds to add to ``backward_s`` if stock DeepSpeed runs on several ranks and keeps parameters in
             host memory. Gathers and reductions inside the node then do not overlap computation.
-        bare_forward_s, bare_backward_s: ``forward_s`` and ``backward_s`` without DeepSpeed's module hooks, which a plan
-            takes off on one rank if the parameters stay in GPU memory. None: not known, so the same.
+        planned_forward_s, planned_backward_s: ``forward_s`` and ``backward_s`` under a plan that keeps all parameters
+            in GPU memory. Its hooks on modules and gradients are not DeepSpeed's. None: not known, so the same.
+        fetched_forward_s, fetched_backward_s: The same under a plan that keeps parameters in host memory.
     """
 
     name: str = ""
     params: int = Field(ge=0)
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
-    bare_forward_s: float | None = Field(None, ge=0)
-    bare_backward_s: float | None = Field(None, ge=0)
+    planned_forward_s: float | None = Field(None, ge=0)
+    planned_backward_s: float | None = Field(None, ge=0)
+    fetched_forward_s: float | None = Field(None, ge=0)
+    fetched_backward_s: float | None = Field(None, ge=0)
     activation_bytes: int = Field(0, ge=0)
     network_gather_bytes: int = Field(0, ge=0)
     network_reduce_bytes: int = Field(0, ge=0)
@@ -78,6 +87,9 @@ WireDtype = Literal["bf16", "fp16", "fp32"]
 ZeroStage = Literal[1, 2, 3]
 BaseKind = Literal["parameters", "gradients", "activations"]
 WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+STEP = "step_issue_s"
+STEPS = (STEP, *(kind + STEP for kind in UNDER_PLANS))
+_Timed = TypeVar("_Timed", Layer, "Workload")
 
 
 ASSUMED_CLIP_RATE = 0.10  # used if no clip rate is given
@@ -171,7 +183,7 @@ class Workload(Shown, Page):
             unknown, or if the model runs on the CPU.
         step_issue_s: Time that the CPU spends in ``step()`` before the updates, in DeepSpeed's Python code: it releases
             the parameters one by one and adds up their gradient norms. 0 if unknown, or if the model runs on the CPU.
-        bare_step_issue_s: ``step_issue_s`` without DeepSpeed's module hooks (see `Layer`). None: unknown, so the same.
+        planned_step_issue_s, fetched_step_issue_s: ``step_issue_s`` under a plan. See `Layer`.
         deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups. 0: they
             are DeepSpeed's own, of size ``subgroup_size``.
         state_stays: True if DeepSpeed's fp32 tensors in host memory have space for all state, even if it is in GPU
@@ -213,7 +225,8 @@ class Workload(Shown, Page):
     device_base_parts: dict[BaseKind, NonNegativeInt] = Field(default_factory=dict)
     module_issue_s: float = Field(0.0, ge=0)
     step_issue_s: float = Field(0.0, ge=0)
-    bare_step_issue_s: float | None = Field(None, ge=0)
+    planned_step_issue_s: float | None = Field(None, ge=0)
+    fetched_step_issue_s: float | None = Field(None, ge=0)
     live_params: int | None = Field(None, ge=0)
     state_stays: bool = False
     stock_backward_extra_s: float | None = Field(None, ge=0)
@@ -394,9 +407,14 @@ class Workload(Shown, Page):
 
     def paced(self, times: float) -> "Workload":
         """Return a copy of the workload with the time of each layer's forward and backward multiplied by ``times``."""
-        names = ("forward_s", "backward_s", "bare_forward_s", "bare_backward_s")
         layers = tuple(
-            layer.model_copy(update={name: s * times for name in names if (s := getattr(layer, name)) is not None})
+            layer.model_copy(
+                update={
+                    name: s * times
+                    for name in (*PASSES, *PASSES_UNDER_PLANS)
+                    if (s := getattr(layer, name)) is not None
+                }
+            )
             for layer in self.layers
         )
         return self.model_copy(update={"layers": layers})
@@ -422,29 +440,26 @@ class Workload(Shown, Page):
         return self._with(subgroups=(self.params,))
 
     @property
-    def bare(self) -> "Workload":
-        """Return a copy of the workload with the times that it has without DeepSpeed's module hooks.
+    def planned(self) -> "Workload":
+        """Return a copy of the workload with the times under a plan that keeps all parameters in GPU memory.
 
-        A plan takes the hooks off on one rank if all parameters stay in GPU memory. Where these times are not known,
-        they are those with the hooks.
+        Where these times are not known, they are those of DeepSpeed alone.
         """
-        known = any(layer.bare_forward_s is not None or layer.bare_backward_s is not None for layer in self.layers)
-        if not known and self.bare_step_issue_s is None:
-            return self
-        layers = tuple(
-            layer.model_copy(
-                update={
-                    "forward_s": layer.forward_s if layer.bare_forward_s is None else layer.bare_forward_s,
-                    "backward_s": layer.backward_s if layer.bare_backward_s is None else layer.bare_backward_s,
-                    "bare_forward_s": None,
-                    "bare_backward_s": None,
-                }
-            )
-            for layer in self.layers
-        )
-        step_s = self.step_issue_s if self.bare_step_issue_s is None else self.bare_step_issue_s
-        update = {"layers": layers, "step_issue_s": step_s, "bare_step_issue_s": None}
-        return self.model_copy(update=update)
+        return self._timed_as("planned_")
+
+    @property
+    def fetched(self) -> "Workload":
+        """Return a copy of the workload with the times under a plan that keeps parameters in host memory.
+
+        Where these times are not known, they are those of DeepSpeed alone.
+        """
+        return self._timed_as("fetched_")
+
+    def _timed_as(self, kind: str) -> "Workload":
+        layers = tuple(_timed(layer, PASSES, kind) for layer in self.layers)
+        made = _timed(self, (STEP,), kind)
+        same = made is self and all(map(operator.is_, layers, self.layers))
+        return self if same else made.model_copy(update={"layers": layers})
 
     @property
     def large_subgroups(self) -> list[int]:
@@ -560,3 +575,11 @@ class Workload(Shown, Page):
         if self.zero_stage != 3:  # the same holds for ZeRO-3
             facts["zero_stage"] = self.zero_stage
         return digest_of(facts)
+
+
+def _timed(one: _Timed, names: Iterable[str], kind: str) -> _Timed:
+    others = {other + name: getattr(one, other + name) for other in UNDER_PLANS for name in names}
+    if all(seconds is None for seconds in others.values()):
+        return one
+    known = {name: seconds for name in names if (seconds := others[kind + name]) is not None}
+    return one.model_copy(update={**dict.fromkeys(others), **known})

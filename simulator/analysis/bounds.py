@@ -69,7 +69,7 @@ def serial(workload: Workload) -> Workload:
 
     A ZeRO-3 workload is returned with its times without DeepSpeed's module hooks.
     """
-    workload = workload.bare
+    workload = workload.planned
     if workload.zero_stage == 3:
         return workload
     overlaps = workload.overlaps_forward

@@ -89,7 +89,7 @@ def early_updates_worth(
         sizes: Elements of the subgroups that can be updated early, the last subgroup first.
     """
     each = held.early_bytes
-    left_s = workload.bare.backward_s / workload.gradient_accumulation_steps
+    left_s = workload.planned.backward_s / workload.gradient_accumulation_steps
     taken = list(accumulate(sizes))
     longest = early_update_s(workload, machine, 1, placement=placement)
     return sum(n * each <= left_bytes and n * longest <= left_s for n in taken)

@@ -26,7 +26,7 @@ from ebbtide.simulator.update.recipes import early_limits
 from ebbtide.simulator.update.steps import HOST_SLOTS, Placement, Slot
 from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.update.way import EARLY_PLACEMENTS, PARAMETERS_ON_HOST, plain_ways
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import STEPS, Workload
 from numpy.typing import NDArray
 
 
@@ -78,8 +78,7 @@ MOST_COUNTED = 1024  # largest number of placements with kept counts
 
 
 def _issued(workload: Workload) -> tuple[float | None, ...]:
-    names = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s", "bare_step_issue_s")
-    return tuple(getattr(workload, name) for name in names)
+    return tuple(getattr(workload, name) for name in ("pipeline_idle_s", "step_gather_s", "module_issue_s", *STEPS))
 
 
 class _Scratch(threading.local):
@@ -375,7 +374,7 @@ class PlanSweep:
             self._programs[key] = program, gone_bytes
         program, gone_bytes = self._programs[key]
         if self._timed is not self.workload:
-            program = program.paced(self._timed if counted.away else self._timed.bare)
+            program = program.paced(self._timed.fetched if counted.away else self._timed.planned)
         return program, gone_bytes
 
     def _check(

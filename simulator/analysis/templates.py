@@ -17,10 +17,10 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.footprint import base_by_kind, with_base
 from ebbtide.simulator.schedules.stock import PRODUCTS_WAITED_FOR
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.workload import PASSES, PASSES_UNDER_PLANS, Layer, Workload
 
 # Fields that `Template.retimed` replaces, or that no schedule depends on. All other fields are the structure.
-RETIMED_LAYER = ("name", "forward_s", "backward_s", "bare_forward_s", "bare_backward_s", "activation_bytes")
+RETIMED_LAYER = ("name", *PASSES, *PASSES_UNDER_PLANS, "activation_bytes")
 RETIMED_WORKLOAD = (
     "schema_version",
     "name",
@@ -63,7 +63,7 @@ def times(workload: Workload) -> dict[str, Hashable]:
     return {
         "forward_s": tuple(layer.forward_s for layer in layers),
         "backward_s": tuple(layer.backward_s for layer in layers),
-        "bare": tuple((layer.bare_forward_s, layer.bare_backward_s) for layer in layers),
+        "planned": tuple(tuple(getattr(layer, name) for name in PASSES_UNDER_PLANS) for layer in layers),
         "activation_bytes": tuple(layer.activation_bytes for layer in layers),
         "pipeline_idle_s": workload.pipeline_idle_s,
         "device_base_bytes": workload.device_base_bytes,

@@ -12,12 +12,12 @@ from ebbtide.simulator.estimates.rank import FlatRank, Rank
 from ebbtide.simulator.estimates.sheets import SHEETS
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import checked
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import PASSES, PASSES_UNDER_PLANS, STEPS, Workload
 
 Checkpointing = Literal["full", "selective", "none"]
 # The times of a workload and of its layers that are estimated from a machine's rates.
-_TIMES = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s", "bare_step_issue_s")
-_LAYER_TIMES = ("forward_s", "backward_s", "bare_forward_s", "bare_backward_s", "unhidden_s")
+_TIMES = ("pipeline_idle_s", "step_gather_s", "module_issue_s", *STEPS)
+_LAYER_TIMES = (*PASSES, *PASSES_UNDER_PLANS, "unhidden_s")
 
 
 @checked

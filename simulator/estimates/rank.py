@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 from ebbtide.simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
 from ebbtide.simulator.estimates.compute import (
@@ -204,18 +205,41 @@ def partitions_of(params: tuple[int, ...], split: tuple[bool, ...], tensor: int,
     return tuple(math.ceil(n / data) for n in held)
 
 
+# The times of the training thread are those of ZeRO-3 on a GPU. Ratios between them were measured on a CPU, with models
+# that have the modules of large ones, but are so narrow that Python takes nearly all of the time (`python -m
+# studies.training_thread`, 317 parameters, records in `studies/results/cpu2`).
+MODULES_OF_A_LAYER = 12
+MODULE_ISSUE_S = 1.5e-4  # for machines without this value. DeepSpeed's hooks take 0.1 to 0.2 ms
 # Time in which the host issues a layer's backward without recomputation, divided by that of its forward: one gradient
 # for each input of a product and for each weight, and the hooks of the reduction. On an H200, both bound by the host, a
 # forward of 94 ms had backwards of 182 to 194 ms in the fast iterations (`studies/results/h200`).
 ISSUED_BACKWARD = 1.8
-# Time of a layer's forward and backward, and of one parameter in `step()`, that is left to the host without DeepSpeed's
-# module hooks, as a part of the time with them (`python -m studies.training_thread`, measured on a CPU).
-BARE_FORWARD, BARE_BACKWARD, BARE_STEP = 0.5, 0.68, 0.32
 # Time that `step()` spends on one parameter in DeepSpeed's Python code before the first update: 36 ms for the 317
 # parameters of the H200's run.
 STEP_ISSUE_S = 1.1e-4
-MODULES_OF_A_LAYER = 12
-MODULE_ISSUE_S = 1.5e-4  # for machines without this value. DeepSpeed's hooks take 0.1 to 0.2 ms
+# DeepSpeed's hook on one gradient under ZeRO-1 and 2 (reduction, copy to host memory, norm), as a part of the time in
+# which a module's forward is issued under ZeRO-3, and a parameter in `step()`, as a part of `STEP_ISSUE_S`: `stock` and
+# `stock-zero2` of the study. Without offload the sum is about the same, because `step()` then takes the norms.
+GRADIENT_HOOK, FLAT_STEP = 0.65, 0.25
+
+
+class Thread(NamedTuple):
+    """Times that the training thread takes under a plan, as parts of those with DeepSpeed alone."""
+
+    forward: float
+    backward: float
+    step: float
+
+
+# By prefix of the fields of a `Layer`: with all parameters in GPU memory, and with parameters in host memory.
+UnderPlans = Mapping[str, Thread]
+# ZeRO-3 on one rank: without DeepSpeed's hooks on modules, and with lighter ones.
+ONE_RANK: UnderPlans = {"planned_": Thread(0.5, 0.68, 0.32), "fetched_": Thread(0.83, 0.85, 0.38)}
+# ZeRO-3 on several ranks. The issue of gathers is part of these times: a plan makes 38, and DeepSpeed 45.
+SEVERAL_RANKS: UnderPlans = {"planned_": Thread(0.75, 0.97, 0.28), "fetched_": Thread(1.0, 1.08, 0.33)}
+# ZeRO-1 and 2 on one rank, which reduces nothing, and on several.
+FLAT: UnderPlans = {"planned_": Thread(1.25, 0.9, 0.95)}
+FLAT_SEVERAL: UnderPlans = {"planned_": Thread(1.03, 1.48, 1.2)}
 # Time in which the host launches the kernels of one expert in a loop: a dozen, 8 microseconds each.
 EXPERT_ISSUE_S = 1e-4
 # Time of the hooks and the gather of a matrix of one expert under ZeRO-3, without leaf modules. Qwen3-30B-A3B, whose
@@ -338,28 +362,29 @@ class Rank(RankSizes):
         return self.gathers(blocks).live
 
     def step_issue(self, parameters: int) -> dict[str, float]:
-        """Return the fields of a workload with the time that the host spends in ``step()`` before the first update.
-
-        They are empty below ZeRO-3, which releases no parameters in ``step()``.
-        """
-        if self.job.zero_stage < 3 or self.machine.device_kind != "cuda":
+        """Return the fields of a workload with the time that the host spends in ``step()`` before the first update."""
+        if self.machine.device_kind != "cuda":
             return {}
-        seconds = parameters * STEP_ISSUE_S
-        return {"step_issue_s": seconds} | ({"bare_step_issue_s": BARE_STEP * seconds} if self.goes_bare else {})
+        seconds = parameters * self.step_issue_s
+        under = {f"{kind}step_issue_s": thread.step * seconds for kind, thread in self.under_plans.items()}
+        return {"step_issue_s": seconds, **under}
 
     @property
-    def goes_bare(self) -> bool:
-        """Return True if a plan can take off DeepSpeed's module hooks, because the rank holds whole parameters."""
-        return self.job.zero_stage == 3 and self.job.data_parallel == 1
+    def step_issue_s(self) -> float:
+        """Return the seconds that ``step()`` spends on one parameter in Python before the first update."""
+        return STEP_ISSUE_S
+
+    @property
+    def under_plans(self) -> UnderPlans:
+        """Return the times of the training thread under plans, as parts of those with DeepSpeed alone."""
+        return SEVERAL_RANKS if self.job.data_parallel > 1 else ONE_RANK
 
     def layer(self, block: Block) -> Layer:
         gathered, reduced = self.network_bytes(block)
-        bare = {}
-        if self.goes_bare:
-            bare = {
-                "bare_forward_s": self.forward_s(block, BARE_FORWARD),
-                "bare_backward_s": self.backward_s(block, BARE_FORWARD, BARE_BACKWARD),
-            }
+        under: dict[str, Any] = {}
+        for kind, thread in self.under_plans.items():
+            under[f"{kind}forward_s"] = self.forward_s(block, thread.forward)
+            under[f"{kind}backward_s"] = self.backward_s(block, thread.forward, thread.backward)
         return Layer(
             name=block.name,
             params=sum(self.partitions(block)),
@@ -369,7 +394,7 @@ class Rank(RankSizes):
             activation_bytes=self.activation_bytes(block),
             network_gather_bytes=gathered,
             network_reduce_bytes=reduced,
-            **bare,
+            **under,
         )
 
     @cached_property
@@ -417,7 +442,7 @@ class Rank(RankSizes):
         return overlapped_s(*self._backward_parts_s(block, again, issued)) + self.averaging_s(block) + exposed
 
     def _backward_parts_s(self, block: Block, again: float = 1.0, own: float = 1.0) -> tuple[float, float]:
-        issued = (ISSUED_BACKWARD * own + self.again(block) * again) * self.issue_s(block)
+        issued = own * self.issue_backward_s(block) + again * self.again(block) * self.issue_s(block)
         beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
         return run_ahead_s(self.device_backward_s(block), issued), beside_s
 
@@ -476,6 +501,10 @@ class Rank(RankSizes):
         own = self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
         alone = block.experts.modules * EXPERT_MODULE_S if block.experts and self.job.data_parallel > 1 else 0.0
         return own + alone + self.loop_over_experts_s(block)
+
+    def issue_backward_s(self, block: Block) -> float:
+        """Return the host's seconds to launch a block's backward, with the hooks that reduce its gradients."""
+        return ISSUED_BACKWARD * self.issue_s(block)
 
     def loop_over_experts_s(self, block: Block) -> float:
         """Return the host's seconds to launch the kernels of each expert, if no grouped kernel computes all experts."""
@@ -619,6 +648,7 @@ class FlatRank(Rank):
             "subgroups": tuple(cut_flat([size], self.job.sub_group_size)),
             "parameters": ((size,),),
             "zero_stage": self.job.zero_stage,
+            "module_issue_s": made.module_issue_s and ISSUE_S[self.job.kernels] / MODULES_OF_A_LAYER,
             "step_gather_s": self.links.gather_s(size * self.job.data_parallel * self.wire, self.layout.ring_in_node),
             "network_step_gather_bytes": int(self.layout.entering_bytes(made.params * self.wire)),
             "device_base_bytes": made.device_base_bytes + waiting,
@@ -653,6 +683,22 @@ class FlatRank(Rank):
         """Return the host's seconds to launch a block's forward under ZeRO-1 or 2, which have no hooks of ZeRO-3."""
         own = ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
         return own + self.loop_over_experts_s(block)
+
+    def issue_backward_s(self, block: Block) -> float:
+        """Return the host's seconds to launch a block's backward, with DeepSpeed's hook on each gradient.
+
+        ZeRO-1 reduces gradients in a step's last micro-batch only.
+        """
+        micro = self.job.accumulation if self.job.zero_stage == 1 else 1
+        return super().issue_backward_s(block) + GRADIENT_HOOK * self.module_issue_s * len(block.params) / micro
+
+    @property
+    def step_issue_s(self) -> float:
+        return FLAT_STEP * STEP_ISSUE_S
+
+    @property
+    def under_plans(self) -> UnderPlans:
+        return FLAT_SEVERAL if self.job.data_parallel > 1 else FLAT
 
     def partitions(self, block: Block) -> tuple[int, ...]:
         """Return, as a tuple, how many elements of each parameter of a block a rank holds under ZeRO-1 or 2."""

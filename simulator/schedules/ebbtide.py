@@ -80,7 +80,7 @@ class PlannedLoop(TrainingLoop):
             locations: Memory that holds each subgroup's 16-bit parameters.
             overlaps: True if a step returns while updates are still running.
         """
-        super().__init__(workload if "host" in locations else workload.bare)
+        super().__init__(workload.fetched if "host" in locations else workload.planned)
         self.locations, self.overlaps = locations, overlaps
         self.fetched = fetched_elements(workload, locations)
         self.parts = parts_of(workload, self.leavings)

@@ -117,8 +117,8 @@ def test_profiling_changes_no_bit(only_rank, recompute, options):
         if profiled:
             work = profile_engine(engine, lambda live, left=left: train_on(live, itertools.islice(left, micro)), 2)
             assert len(losses) == 9 * micro, "the last three without hooks"
-            assert work.bare.forward_s != work.forward_s
-            assert work.bare.backward_s != work.backward_s
+            assert work.planned.forward_s != work.forward_s
+            assert work.planned.backward_s != work.backward_s
         train_on(engine, left)
         states.append(state_of(engine))
         found.append(torch.stack(losses))
@@ -144,8 +144,8 @@ def test_single_steps_are_watched_and_those_between_them_are_not(only_rank):
         assert "backward" not in vars(engine), "the profiler's wrappers must be removed"
     workload = profile.workload()
     assert workload.phase_times["iteration"].n == 2, "without the step without hooks"
-    assert workload.bare.backward_s > 0
-    assert workload.bare != workload
+    assert workload.planned.backward_s > 0
+    assert workload.planned != workload
     assert min(q.median for q in workload.phase_times.values()) > 0
     assert workload.subgroups == tuple(engine.optimizer.fp16_partitioned_groups_flat_numel)
     engine.destroy()

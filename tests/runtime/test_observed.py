@@ -137,7 +137,7 @@ def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(m
     believed = Machine.preset(name)
     update_rate = slower * believed.host_adam_params_per_s.median
     true = believed.with_rates(host_adam_params_per_s=update_rate)
-    work = estimated(_job(model, about), true).bare  # what it takes with all parameters in GPU memory
+    work = estimated(_job(model, about), true).planned  # what it takes with all parameters in GPU memory
     plan = host_plan(max(work.subgroups), len(work.subgroups))
     schedule = build_schedule(work, plan)
     watched = simulate_fast(schedule, true)

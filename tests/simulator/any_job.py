@@ -33,11 +33,22 @@ def random_workload(rng):
             params[i] = int(params[i] * rng.uniform(2, 8))
     forward_s = float(10 ** rng.uniform(-1.5, 0.7)) * sum(params) / 7e9 / count
     network = rng.random() < 0.15
+    step_s = float(rng.choice([0.0, forward_s / 3]))
+    planned = float(rng.choice([0.0, rng.uniform(0.2, 2)]))  # a plan's share of DeepSpeed's times. 0: not known
+    fetched = planned * rng.uniform(1, 2)
+
+    def passes():
+        seconds = {"forward_s": forward_s * rng.uniform(0.3, 2), "backward_s": forward_s * rng.uniform(0.3, 4)}
+        return seconds | under_plans(seconds)
+
+    def under_plans(seconds):
+        shares = {"planned_": planned, "fetched_": fetched} if planned else {}
+        return {kind + name: share * s for kind, share in shares.items() for name, s in seconds.items()}
+
     layers = tuple(
         Layer(
             params=n,
-            forward_s=forward_s * rng.uniform(0.3, 2),
-            backward_s=forward_s * rng.uniform(0.3, 4),
+            **passes(),
             activation_bytes=int(rng.integers(0, 10**8)),
             network_gather_bytes=int(network and stage == 3 and n),
             network_reduce_bytes=int(network and n),
@@ -63,7 +74,8 @@ def random_workload(rng):
         step_gather_s=forward_s if stage < 3 and rng.random() < 0.5 else 0.0,
         clip_rate=float(rng.choice([0.0, 0.1, 1.0])),
         live_params=int(sum(params) * rng.uniform(0, 0.5)) if rng.random() < 0.2 else None,
-        step_issue_s=float(rng.choice([0.0, forward_s / 3])),
+        **under_plans({"step_issue_s": step_s}),
+        step_issue_s=step_s,
     )
     return work.recut(subgroup)
 

@@ -12,10 +12,20 @@ from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.compute import Device
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
-from ebbtide.simulator.estimates.rank import BARE_BACKWARD, BARE_FORWARD, BARE_STEP, ISSUED_BACKWARD, STEP_ISSUE_S
+from ebbtide.simulator.estimates.rank import (
+    FLAT,
+    FLAT_SEVERAL,
+    FLAT_STEP,
+    GRADIENT_HOOK,
+    ISSUED_BACKWARD,
+    MODULES_OF_A_LAYER,
+    ONE_RANK,
+    SEVERAL_RANKS,
+)
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.subgroups import cut
 from ebbtide.simulator.update.way import Way
+from ebbtide.simulator.workload import PASSES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -272,21 +282,34 @@ def test_a_short_forward_takes_what_the_host_needs_to_issue_it():
     averaged = 6 * 2 * layer.params / machine.rate("device_memory_bytes_per_s")
     again, own = issued, ISSUED_BACKWARD * issued  # a recomputed forward, and the backward
     assert again + own < layer.backward_s - averaged < 1.1 * (again + own)
-    # Without DeepSpeed's hooks, as under a plan on one rank.
-    again, own = BARE_FORWARD * again, BARE_BACKWARD * own
-    assert again < layer.bare_forward_s < 1.1 * again
-    assert again + own < layer.bare_backward_s - averaged < 1.1 * (again + own)
+    for kind, thread in ONE_RANK.items():  # under a plan
+        again, own = thread.forward * issued, thread.backward * ISSUED_BACKWARD * issued
+        forward_s, backward_s = (getattr(layer, kind + name) for name in PASSES)
+        assert again < forward_s < 1.1 * again
+        assert again + own < backward_s - averaged < 1.1 * (again + own)
 
 
-def test_a_plan_goes_without_the_hooks_where_all_parameters_stay_on_one_gpu():
-    machine = preset("h100")
-    work = workload_from_model(LLAMA, machine, sequence=1, micro_batch=1)
+JOBS = (
+    ({}, ONE_RANK),
+    ({"data_parallel": 4}, SEVERAL_RANKS),
+    ({"zero_stage": 2}, FLAT),
+    ({"zero_stage": 1, "data_parallel": 4}, FLAT_SEVERAL),
+)
+
+
+@pytest.mark.parametrize(("job", "table"), JOBS)
+def test_a_plan_takes_its_own_time_of_the_training_thread(job, table):
+    machine = unlimited("h100-node", layer_issue_s=1.0, device_flops_per_s=1e21)  # the host takes nearly all time
+    work = workload_from_model(LLAMA, machine, sequence=1, activation_checkpointing="none", **job)
     count = len(work.subgroups)
-    assert work.bare.forward_s < 1.01 * BARE_FORWARD * work.forward_s
-    assert work.bare.step_issue_s == BARE_STEP * work.step_issue_s
-    assert work.step_issue_s == STEP_ISSUE_S * sum(map(len, work.parameters))
-    for way, seconds in (("device", work.bare), ("host", work)):
-        plan = Plan(subgroup_size=work.subgroup_size, ways=(Way("host", way),) * count)
+    for kind, thread in table.items():
+        place = "device" if kind == "planned_" else "host"
+        seconds = work.planned if place == "device" else work.fetched
+        assert seconds.forward_s == pytest.approx(thread.forward * work.forward_s, rel=0.01)
+        assert seconds.backward_s == pytest.approx(thread.backward * work.backward_s, rel=0.01)
+        assert seconds.step_issue_s == thread.step * work.step_issue_s > 0
+        ways = (Way("host", place),) * count
+        plan = Plan(subgroup_size=work.subgroup_size, ways=ways, overlap_forward=work.overlaps_forward)
         schedule = build_schedule(work, plan)
         by_kind = {op.kind: [] for op in schedule.ops}
         for op in schedule.ops:
@@ -299,9 +322,19 @@ def test_a_plan_goes_without_the_hooks_where_all_parameters_stay_on_one_gpu():
         moved = work.paced(1.5)
         slower = simulate_fast(build_schedule(moved, plan), machine).iteration_s
         assert sweep.on(machine, moved).result(plan).iteration_s == slower
-    for job in ({"data_parallel": 4}, {"zero_stage": 2}):
-        other = workload_from_model(LLAMA, preset("h100-node"), sequence=1, **job)
-        assert other.bare is other
+
+
+def test_below_zero_3_backward_and_step_have_the_hooks_of_deepspeed_alone():
+    issued = 0.5  # of a layer's forward under ZeRO-3
+    machine = unlimited("h100-node", layer_issue_s=issued, device_flops_per_s=1e21)
+    three, two, one, ones = (
+        workload_from_model(LLAMA, machine, sequence=1, activation_checkpointing="none", **job)
+        for job in ({}, {"zero_stage": 2}, {"zero_stage": 1}, {"zero_stage": 1, "accumulation": 4})
+    )
+    hooks = 9 * GRADIENT_HOOK * issued / MODULES_OF_A_LAYER  # a layer of this model has 9 parameters
+    assert two.layers[1].backward_s == one.layers[1].backward_s == pytest.approx(hooks, rel=0.01)
+    assert ones.layers[1].backward_s == pytest.approx(hooks / 4, rel=0.01), "ZeRO-1 reduces in the last micro-batch"
+    assert two.step_issue_s == FLAT_STEP * three.step_issue_s == one.step_issue_s
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -11,6 +11,7 @@ from ebbtide.simulator.analysis.templates import RETIMED_LAYER, RETIMED_WORKLOAD
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.strategies import STRATEGIES
+from ebbtide.simulator.workload import UNDER_PLANS
 
 ON = preset("h100-node")
 PLAN = Plan(
@@ -146,7 +147,8 @@ CHANGES = {
     "live_params": 600,
     "module_issue_s": 1.0,
     "step_issue_s": 1.0,
-    "bare_step_issue_s": 0.5,
+    "planned_step_issue_s": 0.5,
+    "fetched_step_issue_s": 0.7,
     "state_stays": True,
     "subgroups": (500, 300, 200, 200, 200),
     "reduced_beside": 0.3,
@@ -171,12 +173,14 @@ def test_another_structure_is_another_template(name, change):
     assert len(built) == len(templates._held) == 2
 
 
+@pytest.mark.parametrize("kind", UNDER_PLANS)
 @pytest.mark.parametrize("name", ["zero3_offload", "ebbtide"])
-def test_times_without_hooks_are_those_of_a_plan(name):
-    templates, bare = Templates(build_strategy), workload(1)
-    layers = tuple(layer.model_copy(update={"bare_forward_s": 1e-4, "bare_backward_s": 2e-4}) for layer in bare.layers)
-    # All other times have been found replaceable when the first ones without hooks come.
-    for of in (workload(0), workload(1), bare.model_copy(update={"layers": layers}), workload(2)):
+def test_times_under_a_plan_are_those_of_a_plan(name, kind):
+    templates, planned = Templates(build_strategy), workload(1)
+    own = {kind + "forward_s": 1e-4, kind + "backward_s": 2e-4}
+    layers = tuple(layer.model_copy(update=own) for layer in planned.layers)
+    # All other times have been found replaceable when the first ones under a plan come.
+    for of in (workload(0), workload(1), planned.model_copy(update={"layers": layers}), workload(2)):
         assert_as_built(templates, name, options_of(name), of)
 
 

@@ -26,7 +26,7 @@ from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.analysis.goodput import CheckpointPrice
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.schedule import OpKind
+from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.schedules.footprint import footprint_by_kind
 from ebbtide.simulator.update.order import UpdateOrder
 from ebbtide.tuner.answer.report import show_machine, show_plan, show_workload
@@ -111,11 +111,12 @@ def expected_s(work, on, plan):
 
 def comes_in(work, plan):
     """Return the bytes of parameters that a plan's simulated schedule copies to the GPU for its forwards and
-    backwards, and a dict of the plan's bytes of GPU memory by kind.
+    backwards, the seconds of what it computes, and a dict of the plan's bytes of GPU memory by kind.
     """
     ops = build_schedule(work, plan).ops
     fetched = sum(op.work for op in ops if op.kind is OpKind.PARAMETER_FETCH)
-    return fetched, footprint_by_kind(work, plan)["device"]
+    computed_s = sum(op.work for op in ops if op.lane is Lane.COMPUTE)
+    return fetched, computed_s, footprint_by_kind(work, plan)["device"]
 
 
 def outcomes(work, on, plan=None):
@@ -250,7 +251,8 @@ WORKLOAD = {
     "device_base_parts": {"gradients": 2**20},
     "module_issue_s": 0.05,
     "step_issue_s": 0.05,
-    "bare_step_issue_s": 0.05,
+    "planned_step_issue_s": 0.05,
+    "fetched_step_issue_s": 0.05,
     "live_params": 0,
     "state_stays": True,
     "stock_backward_extra_s": 0.5,
@@ -284,8 +286,10 @@ LAYER = {
     "regathered_params": 0,
     "params_of_others": 1_000_000,
     "unhidden_s": 0.1,
-    "bare_forward_s": 0.1,
-    "bare_backward_s": 0.1,
+    "planned_forward_s": 0.1,
+    "planned_backward_s": 0.1,
+    "fetched_forward_s": 0.1,
+    "fetched_backward_s": 0.1,
 }
 PLAN = {
     "schema_version": 99,

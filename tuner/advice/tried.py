@@ -88,7 +88,7 @@ class Tried:
     @cached_property
     def least_s(self) -> float:
         """Return seconds that computing a step takes at least, without any update."""
-        work = self.workload.bare
+        work = self.workload.planned
         return work.pipeline_idle_s + work.forward_s + work.backward_s
 
     @cached_property
