@@ -320,7 +320,9 @@ def test_an_interrupted_search_ends_its_command(folder, number):
     (folder / "hang.py").write_text(STUBBORN)
     words = ["--free", "micro_batch", "--global-batch", "2", "--study", "sqlite:///s.db", "--measure", "1"]
     command = [sys.executable, "-m", "ebbtide.tuner", *WORDS, *words, "--", sys.executable, "hang.py"]
-    command[1:3] = ["-c", "import sys; from ebbtide.tuner.cli import main; main(sys.argv[1:])"]
+    # Shells start what runs in the background with SIGINT ignored, and this test too may run so.
+    heard = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command[1:3] = ["-c", f"{heard}from ebbtide.tuner.cli import main; main(sys.argv[1:])"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     started = lambda: [pid for pid in processes_of("ebbtide-measure-") if pid != process.pid]
     while process.poll() is None and len(started()) < 2:
