@@ -27,7 +27,7 @@ SPACE = Space.of(Configuration(gpus=2), ("micro_batch", "recompute", "zero_stage
 
 
 def question(**changes):
-    return Question(LLAMA, preset("h100-node"), sequence=1024, **{"device_memory_bytes": 9 * 2**30, **changes})
+    return Question(LLAMA, preset("h100-node"), sequence=1024, **{"device_memory_bytes": 8 * 2**30, **changes})
 
 
 @pytest.fixture
@@ -41,7 +41,8 @@ def studies(storage):
 
 
 def told(answer):
-    return json.loads(json.dumps(report.as_json(answer)))
+    found = json.loads(json.dumps(report.as_json(answer)))
+    return found | {"outcomes": sorted(found["outcomes"], key=lambda row: json.dumps(row["configuration"]))}
 
 
 def test_every_setting_of_the_table_is_searched():
@@ -80,7 +81,7 @@ def test_each_configuration_is_a_trial_with_what_is_known_of_it():
             assert trial.user_attrs["bound_tokens_per_s"] >= outcome.tokens_per_s * (1 - 1e-6)
             assert ("plan" in trial.user_attrs) == (outcome.plan is not None)
         else:
-            assert "more GPU memory" in trial.user_attrs["why_not"]
+            assert "GPU memory" in trial.user_attrs["why_not"]
     assert {trial.state for trial in study.trials} == {TrialState.COMPLETE, TrialState.PRUNED}
     assert study.user_attrs["not tried"].startswith(f"{len(found.left)} configurations")
 

@@ -339,7 +339,7 @@ def test_a_scenario_is_pinned_and_compared_and_one_thing_swept(page, server):
     settled(page)
     tokens = float(told.split("Plan ")[1].removesuffix(" tokens/s").replace(",", ""))
     shown = float(page.locator(".tile", has_text="Tokens/s").locator(".tile-value").inner_text().replace(",", ""))
-    assert tokens == pytest.approx(shown, rel=0.02)  # the sweep may have found a faster plan
+    assert tokens == pytest.approx(shown, rel=0.04)  # the sweep tries the plans of all its points
     page.go_back()
     page.wait_for_function("() => document.querySelector('#n-micro_batch').value === '1'")
     page.click("#pin")
