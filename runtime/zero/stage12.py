@@ -86,8 +86,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         # DeepSpeed calls this for each parameter of the bucket, and only then allows that the bucket is overwritten.
         del group_idx
         bucket, own = self.ipg_buckets[self.get_param_comm_dtype(param)].params, self.is_param_in_current_partition
-        key = self.get_param_id(param)
-        if key == bucket[-1][2] or (not own[bucket[-1][2]] and key == next(k for *_, k in reversed(bucket) if own[k])):
+        if self.get_param_id(param) == next(key for *_, key in reversed(bucket) if own[key]):
             groups = self.bit16_groups
             self._take([(key, groups[group][index], group) for group, index, key in bucket if own[key]])
 

@@ -188,7 +188,7 @@ class PlanSweep:
         self.warm_up = summary.WARM_UP
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.recipes = RecipeArrays.of(workload, fused=fused)
-        self._ways = len(plain_ways())
+        self._way_count = len(plain_ways())
         self._run_on(machine)
         self.held = Holding.of_workload(workload)
         self._counted: dict[bytes, Counted] = {}  # by the placements
@@ -330,7 +330,7 @@ class PlanSweep:
         if key not in self._counted:
             if len(self._counted) == MOST_COUNTED:
                 self._counted.pop(next(iter(self._counted)))
-            both, summed = totals(placement, self.sizes, self._ways)
+            both, summed = totals(placement, self.sizes, self._way_count)
             counts = both.tobytes(), float(summed) if self.held.sums else 0.0
             if counts not in self._by_counts:
                 if len(self._by_counts) == MOST_COUNTED:

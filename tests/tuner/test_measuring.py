@@ -359,8 +359,7 @@ def test_what_went_wrong_is_named(tmp_path, name):
 
 
 def test_configurations_that_train_alike_are_measured_once():
-    """On this machine no plan moves parameters to host memory, although it may."""
-    question = asked()[0]
+    question = asked()[0]  # whose plans move no parameters to host memory, although some may
     space = Space.of(Configuration(micro_batch=2), ("offload", "recompute"), 2)
     found = explore(question, space, best=2)
     known = {as_trained(outcome) for outcome in found.fitting}

@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import optuna
 from ebbtide.simulator.page import versions
@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 OBJECTIVES = ("tokens per second", "GPU memory in bytes")
 _NUMBERS = ("micro_batch", "accumulation", "gpus")  # on a logarithmic axis, as they are mostly powers of two
+_Found = TypeVar("_Found", Outcome, Measurement)
 _OF_MEASUREMENT = ("seconds", "device_peak_bytes", "tokens_per_sample", "why_not", "lacks", "device")
 _OF_OUTCOME = ("iteration_s", "tokens_per_s", "device_peak_bytes", "host_peak_bytes", "why_not", "missing_bytes")
 
@@ -57,13 +58,7 @@ class Trials:
         Args:
             bound: Tokens per second that no plan can exceed.
         """
-        trial = self._asked(c)
-        try:
-            outcome = ask()
-        except BaseException as error:
-            trial.set_user_attr("why_not", f"interrupted: {error!r}")
-            self.study.tell(trial, state=TrialState.FAIL)
-            raise
+        trial, outcome = self._told(c, ask)
         for name, value in self._attributes(c, bound, outcome).items():
             trial.set_user_attr(name, value)
         if outcome.fits:
@@ -97,13 +92,7 @@ class Trials:
         mark = json.dumps({**key, **asdict(c)}, sort_keys=True)
         if (told := self._measured.get(mark)) and (told["seconds"] or told["lacks"]):
             return Measurement(outcome, **{name: told[name] for name in _OF_MEASUREMENT}, held=True)
-        trial = self._asked(c)
-        try:
-            made = ask()
-        except BaseException as error:
-            trial.set_user_attr("why_not", f"interrupted: {error!r}")
-            self.study.tell(trial, state=TrialState.FAIL)
-            raise
+        trial, made = self._told(c, ask)
         told = {
             "measured": mark,
             "source": "measured",
@@ -119,6 +108,15 @@ class Trials:
         else:
             self.study.tell(trial, state=TrialState.FAIL)
         return made
+
+    def _told(self, c: Configuration, ask: Callable[[], _Found]) -> tuple[optuna.Trial, _Found]:
+        trial = self._asked(c)
+        try:
+            return trial, ask()
+        except BaseException as error:
+            trial.set_user_attr("why_not", f"interrupted: {error!r}")
+            self.study.tell(trial, state=TrialState.FAIL)
+            raise
 
     def leave(self, left: Mapping[Configuration, float], refused: Mapping[str, int]) -> None:
         """Note in the study what was not tried, with the bound of its speed, and what cannot be simulated."""

@@ -259,7 +259,9 @@ def without_buffers(optimizer: Any) -> Iterator[None]:
 
 
 def add_to_bucket(optimizer: Any, param: Any, group: int) -> None:
-    """Do what ``reduce_independent_p_g_buckets_and_remove_grads`` does, but copy no gradient to the bucket's buffer."""
+    """Do what ``reduce_independent_p_g_buckets_and_remove_grads`` does, but copy no gradient to the bucket's buffer,
+    and leave out what only a reduction needs.
+    """
     gradient, dtype = optimizer.get_gradient_for_reduction(param), optimizer.get_param_comm_dtype(param)
     bucket, elements, key = optimizer.ipg_buckets[dtype], param.numel(), optimizer.get_param_id(param)
     if bucket.elements + elements > optimizer.reduce_bucket_size:
@@ -281,9 +283,7 @@ def add_to_bucket(optimizer: Any, param: Any, group: int) -> None:
         bucket.copy_streams.add(device.current_stream())
         optimizer._record_bucket_producer(bucket)
     bucket.elements += elements
-    bucket.grads.append(gradient)
     bucket.params.append((group, param.param_idx_in_group, key))
-    bucket.has_moe_params |= hasattr(param, "allreduce") and not param.allreduce
 
 
 # -- ZeRO-3: gradients and gathers ---------------------------------------------------------------
