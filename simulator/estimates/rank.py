@@ -237,7 +237,7 @@ UnderPlans = Mapping[str, Thread]
 ONE_RANK: UnderPlans = {"planned_": Thread(0.5, 0.68, 0.32), "fetched_": Thread(0.83, 0.85, 0.38)}
 # ZeRO-3 on several ranks. The issue of gathers is part of these times: a plan makes 38, and DeepSpeed 45.
 SEVERAL_RANKS: UnderPlans = {"planned_": Thread(0.75, 0.97, 0.28), "fetched_": Thread(1.0, 1.08, 0.33)}
-# ZeRO-1 and 2 on one rank, which reduces nothing, and on several.
+# ZeRO-1 and 2: on one rank, which reduces nothing, as recorded, and on several, from a run with two ranks that is not.
 FLAT: UnderPlans = {"planned_": Thread(1.25, 0.9, 0.95)}
 FLAT_SEVERAL: UnderPlans = {"planned_": Thread(1.03, 1.48, 1.2)}
 # Time in which the host launches the kernels of one expert in a loop: a dozen, 8 microseconds each.
