@@ -1,6 +1,8 @@
 """The division of a rank's parameters into subgroups of optimizer state, as DeepSpeed and plans divide them."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 # Every vector width of DeepSpeed's kernels for x86 and NEON divides this number, so a plan is valid for all of them.
@@ -77,3 +79,34 @@ def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
     # subgroup has such elements.
     size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
     return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]
+
+
+LEAST_GATHERED = 1 << 20  # elements
+GATHERS = 32  # so many all-gathers, if each has that many elements
+
+
+def gathered_pieces(elements: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Divide a rank's partition under ZeRO-1 or 2 into the pieces that all ranks exchange, in this order, after their
+    updates.
+
+    The pieces depend on nothing that may differ between ranks, such as their plans.
+
+    Args:
+        most: Largest number of elements of a piece.
+
+    Returns:
+        For each piece, its first element and its number of elements.
+    """
+    size = max(-(-elements // GATHERS), LEAST_GATHERED)
+    size = size if most is None else min(size, most)
+    return [(begin, min(size, elements - begin)) for begin in range(0, elements, size)]
+
+
+def subgroups_within(sizes: Sequence[int], begin: int, elements: int) -> range:
+    """Return the subgroups that hold a part of a range of elements.
+
+    Args:
+        sizes: The number of elements of each subgroup, in the order in which the subgroups lie side by side.
+    """
+    ends = list(accumulate(sizes))
+    return range(bisect_right(ends, begin), bisect_left(ends, begin + elements) + 1)

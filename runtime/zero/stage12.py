@@ -1,15 +1,18 @@
 """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer under a plan, with bit-identical results.
 
 Model parameters are plain tensors under ZeRO-1 and 2, which any code may read without a hook. On one rank, a parameter
-therefore waits at its first use (`first_touch`). On several ranks, `step` waits for its updates.
+therefore waits at its first use (`first_touch`). On several ranks, `step` waits for its updates, and the ranks exchange
+each piece of the parameters as soon as its updates have ended.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import all_gather_dp_groups, is_invalid_grad_norm
+from deepspeed import comm as dist
+from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS, DeepSpeedZeroOptimizer
 from ebbtide.runtime.devices.base import Device
@@ -23,8 +26,12 @@ from ebbtide.runtime.zero.flat_partitions import Cut, FlatPartitions, HostSums, 
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, float64_norms, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan
+from ebbtide.simulator.subgroups import gathered_pieces, subgroups_within
 from ebbtide.simulator.workload import ZeroStage
 
+# Elements that an all-gather brings. NCCL brings them to memory of its own first, until the all-gather is waited for.
+MOST_GATHERED = 1 << 25
+GATHERS_UNDER_WAY = 2
 DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
@@ -312,14 +319,12 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         own.recorder.issue_ends()
         touch = self._touch if own.plan.overlap_forward else None
         if touch is None:
-            own.executor.wait_all()
+            self._exchange()
         self._lazy_init_hp_params_optimizer_state()
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
         self.reset_cpu_buffers()
-        if touch is None:
-            self._gather()
-        else:
+        if touch is not None:
             subgroups = range(len(self._cuts))
             touch.updates_launched(dict(zip(subgroups, own.executor.updates_of(subgroups), strict=False)))
 
@@ -328,18 +333,36 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             norm = torch.tensor(float("inf"))
         return self._gradient_scale(norm)
 
-    def _gather(self) -> None:
-        self._ebbtide.recorder.gather_begins()
-        all_gather_dp_groups(
-            groups_flat=self.__dict__["bit16_groups_flat"],
-            partitioned_param_groups=self.__dict__["parallel_partitioned_bit16_groups"],
-            dp_process_group=self.real_dp_process_group,
-            start_alignment_factor=self.nccl_start_alignment_factor,
-            allgather_bucket_size=self.allgather_bucket_size,
-        )
-        self._ebbtide.recorder.gather_ends()
+    def _exchange(self) -> None:
+        # Exchange each piece of the parameters among the ranks once its updates have ended, while others run.
+        executor, recorder = self._ebbtide.executor, self._ebbtide.recorder
+        if self._ebbtide.device.watched is not None:  # the time of the exchange itself is measured
+            executor.wait_all()
+        recorder.gather_begins()
+        begun = deque[Any]()
+        for partitions, process_group, first, sizes in self._exchanged():
+            own = dist.get_rank(group=process_group)
+            for begin, elements in gathered_pieces(partitions[own].numel(), MOST_GATHERED // len(partitions)):
+                executor.wait_parameters(first + s for s in subgroups_within(sizes, begin, elements))
+                if len(begun) == GATHERS_UNDER_WAY:
+                    begun.popleft().wait()
+                pieces = [partition.narrow(0, begin, elements).detach() for partition in partitions]
+                begun.append(dist.all_gather(pieces, pieces[own], process_group, async_op=True))
+        executor.wait_all()
+        for exchange in begun:
+            exchange.wait()
+        recorder.gather_ends()
         for group in range(len(self.bit16_groups)):
             self._update_model_bit16_weights(group)
+
+    def _exchanged(self) -> Iterator[tuple[list[torch.Tensor], Any, int, list[int]]]:
+        # Partitions of the ranks, their process group, this rank's first subgroup, and the sizes of its subgroups.
+        partitioned, first = self.__dict__["parallel_partitioned_bit16_groups"], 0
+        for number, (partitions, process_group) in enumerate(zip(partitioned, self.real_dp_process_group, strict=True)):
+            sizes = [elements for group, _, elements in self._cuts if group == number]
+            if len(partitions) > 1:
+                yield partitions, process_group, first, sizes
+            first += len(sizes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # no gradient waits for its parameter

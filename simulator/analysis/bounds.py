@@ -58,11 +58,9 @@ def serial(workload: Workload) -> Workload:
 
     The result is used to compute lower bounds and to choose the order of updates. Where a step below ZeRO-3 waits for
     its updates (`Workload.overlaps_forward`), nothing may overlap the next forward in the result either. So its forward
-    takes no time. Instead, three times are added to the last layer's backward, before any gradient is complete:
-
-    - The time of forward.
-    - The idle time of the pipeline.
-    - The time in which ranks exchange updated parameters.
+    takes no time. Instead, the time of forward and the idle time of the pipeline are added to the last layer's
+    backward, before any gradient is complete. The exchange of updated parameters between ranks takes no time, because
+    updates may run beside it.
 
     If gradients leave the GPU only once per step, the time of all passes before the last micro-batch's backward is
     added there too, except for the first forward if updates overlap it.
@@ -80,7 +78,7 @@ def serial(workload: Workload) -> Workload:
     gone: dict[str, Any] = {"step_gather_s": 0.0, "network_step_gather_bytes": 0}
     gone |= {"reduce_bucket_params": 0, "planned_bucket_params": 0}
     if not overlaps:
-        moved_s += workload.pipeline_idle_s + workload.step_gather_s
+        moved_s += workload.pipeline_idle_s
         fields["forward_s"] = gone["pipeline_idle_s"] = 0.0
     layers = [layer.model_copy(update=fields) for layer in workload.layers]
     layers[-1] = layers[-1].model_copy(update={"backward_s": layers[-1].backward_s + moved_s / steps})
@@ -769,7 +767,7 @@ def _ways(workload: Workload, machine: Machine, limits: Limits, *, early: bool) 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
-    if not (workload.network_step_gather_bytes or any(over_network)):
+    if not (workload.step_gather_s or workload.network_step_gather_bytes or any(over_network)):
         return 0.0
     at_once = {"device_adam_params_per_s": Quantity.exact(AT_ONCE), "launch_latency_s": 0.0}
     # The bound leaves out the issue time of modules, because some plans do not wait for it.

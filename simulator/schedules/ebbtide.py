@@ -20,6 +20,7 @@ from ebbtide.simulator.schedule import Lane, Memory, Op, OpKind, Schedule
 from ebbtide.simulator.schedules.buckets import Leavings, bucket_of, in_order
 from ebbtide.simulator.schedules.footprint import fetched_elements, fetched_for, footprint_by_kind
 from ebbtide.simulator.schedules.loop import ALL_CORES, TrainingLoop, check_passes
+from ebbtide.simulator.subgroups import gathered_pieces, subgroups_within
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.order import arrival_order
@@ -157,7 +158,10 @@ class PlannedLoop(TrainingLoop):
             self.gradient_reduced(part, micro_step, after)
 
     def step(self) -> None:
-        """Append to the schedule the gradient norm, and then all CPU and GPU updates in the plan's order."""
+        """Append to the schedule the gradient norm, and then all CPU and GPU updates in the plan's order.
+
+        If the step waits for its updates, the ranks exchange each piece of the parameters once its updates have ended.
+        """
         waits = [*self.gradients_done, *self.issued_behind()]
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, self.workload.step_issue_s, after=waits)
         new, self.ends = self.updates(norm)
@@ -165,7 +169,12 @@ class PlannedLoop(TrainingLoop):
             self.parameters_new = new
             self.step_ends([norm])
         else:
-            self.step_ends([norm, *new.values(), *self.ends])
+            elements, exchanged = sum(self.sizes), list[int]()
+            for begin, piece in gathered_pieces(elements):
+                updated = [new[s] for s in subgroups_within(self.sizes, begin, piece)]
+                exchanged += self.exchanged(piece / elements, [norm, *updated])
+            after = [norm, *new.values(), *self.ends, *exchanged]
+            self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=after)
 
 
 RECORDED = 3  # micro-batches that are recorded: the first one, one that may stand for several, and the last one

@@ -184,17 +184,20 @@ class TrainingLoop(ABC):
         Under ZeRO-1 and 2, ops for the exchange of updated parameters between ranks are appended first, because
         `step()` returns only after the exchange.
         """
-        w = self.workload
-        gathers = []
+        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *self.exchanged(1.0, waits)])
+
+    def exchanged(self, share: float, waits: list[int]) -> list[int]:
+        """Append to the schedule the exchange of a share of the updated parameters between ranks, under ZeRO-1 and 2.
+
+        Return its ops.
+        """
+        w, ops = self.workload, []
         if w.network_step_gather_bytes:
-            gathers.append(
-                self.out.add(
-                    OpKind.PARAMETER_GATHER, Lane.NETWORK, w.network_step_gather_bytes, "network_bytes_per_s", waits
-                )
-            )
+            size = share * w.network_step_gather_bytes
+            ops.append(self.out.add(OpKind.PARAMETER_GATHER, Lane.NETWORK, size, "network_bytes_per_s", waits))
         if w.step_gather_s:  # at the same time as the network's part, because a ring does both
-            gathers.append(self.out.add(OpKind.PARAMETER_GATHER, Lane.COMPUTE, w.step_gather_s, after=waits))
-        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
+            ops.append(self.out.add(OpKind.PARAMETER_GATHER, Lane.COMPUTE, share * w.step_gather_s, after=waits))
+        return ops
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
         # The first op is what the next layer's backward waits for, and the second the last op of the reduction.

@@ -17,7 +17,7 @@ from ebbtide.runtime.replan.auto import DEVICE_MEMORY_MARGIN, better_plan, host_
 from ebbtide.runtime.replan.observed import as_observed, measured_rates, observed_workload
 from ebbtide.runtime.zero.storing import spaced
 from ebbtide.runtime.zero.subgroup_size import DEEPSPEEDS_SUBGROUP, piece_elements
-from ebbtide.simulator import Machine, OpKind, Plan, Schedule, Workload, build_schedule
+from ebbtide.simulator import Lane, Machine, OpKind, Plan, Schedule, Workload, build_schedule
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
@@ -160,14 +160,13 @@ def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[
                     at_s = float(watched.end_s[op.id]) - left * work.layers[op.layer].backward_s
                     made.append((at_s, _places(work, parameter)))
             yield Pass(kind, iteration, start_s, end_s, disjoint(waits), tuple(made))
-        gathers = [
-            op.id
-            for op in schedule.ops
-            if op.kind == OpKind.PARAMETER_GATHER and op.iteration == iteration and op.layer < 0
-        ]
-        if gathers:
-            start_s, end_s = min(watched.start_s[i] for i in gathers), max(watched.end_s[i] for i in gathers)
-            yield Pass(OpKind.PARAMETER_GATHER, iteration, float(start_s), float(end_s))
+        gathers: dict[Lane, float] = {}
+        for op in schedule.ops:
+            if op.kind == OpKind.PARAMETER_GATHER and op.iteration == iteration and op.layer < 0:
+                took_s = float(watched.end_s[op.id] - watched.start_s[op.id])
+                gathers[op.lane] = gathers.get(op.lane, 0.0) + took_s
+        if gathers:  # a watched step exchanges parameters after all updates
+            yield Pass(OpKind.PARAMETER_GATHER, iteration, 0.0, max(gathers.values()))
 
 
 def _awaited(schedule: Schedule, op: int) -> list[int]:

@@ -21,7 +21,7 @@ def test_two_ranks_have_stocks_bits_and_one_that_fails_takes_the_other_with_it(d
         path = tmp_path / f"rank{rank}.json"
         assert path.exists(), done.stderr[-3000:]
         found = json.loads(path.read_text())
-        assert len(found) == 24 + with_avx2
+        assert len(found) == 25 + with_avx2
         assert all(found.values()), found
     assert done.returncode != 0
     assert "planted on rank 1" in done.stderr

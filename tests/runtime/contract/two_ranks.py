@@ -11,6 +11,8 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime import session_of
+from ebbtide.runtime.zero import stage12
+from ebbtide.simulator import subgroups
 from ebbtide.simulator.schedule import OpKind
 
 from studies.bench.bits import differences, state_of
@@ -158,6 +160,37 @@ def a_gather_ahead_holds_nobody_up():
     return order[0] == "asked for ahead" and len(order) > 2
 
 
+def parameters_are_exchanged_while_others_are_updated():
+    """Return True if the ranks exchange updated parameters of ZeRO-2 before the last update ends, and all of them.
+
+    On each rank, the update of the last subgroup is held back until the first exchange has ended.
+    """
+    engine = attached(start(subgroup_size=UNEVEN, stage=2), ["host"], DEVICE, seed=None, subgroup=UNEVEN)
+    last, exchanged, waited = len(session_of(engine).executor.states) - 1, threading.Event(), []
+
+    def hold_back(op):
+        if op.kind == OpKind.UPDATE_HOST and op.subgroup == last:
+            waited.append(exchanged.wait(20.0))
+
+    def all_gather(*args, **kwargs):
+        exchange = stock(*args, **kwargs)
+        if not exchanged.is_set():
+            exchange.wait()
+        exchanged.set()
+        return exchange
+
+    session_of(engine).executor.gradients.before_op = hold_back
+    with pytest.MonkeyPatch.context() as patch:
+        stock = stage12.dist.all_gather
+        patch.setattr(stage12.dist, "all_gather", all_gather)
+        train(engine, 2, batches=Batches(2, SIZES["tiny"].sequence, rank=torch.distributed.get_rank()))
+    mine = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+    of_ranks = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(of_ranks, mine)
+    engine.destroy()
+    return waited == [True, True] and torch.equal(*of_ranks)
+
+
 def main(folder):
     rank = os.environ["RANK"]
     found = compare("default") | compare("no persistent", [MIXED], stage3_param_persistence_threshold=0, **AWAY)
@@ -185,16 +218,19 @@ def main(folder):
     found |= compare("autocast, partitioned", [MIXED], precision="fp32", extra=autocast, **EVERY_PASS)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
-    found |= compare("stage 2", stage=2) | compare("stage 1", [MIXED], stage=1, accumulation=2)
-    for stage in (1, 2):
-        found |= compare(
-            f"round robin, stage {stage}",
-            [MIXED],
-            stage=stage,
-            accumulation=stage,
-            round_robin_gradients=True,
-            away=(0, 2),
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subgroups, "LEAST_GATHERED", 2 * UNEVEN + 7)  # several exchanges, which end within subgroups
+        found["exchanged meanwhile"] = parameters_are_exchanged_while_others_are_updated()
+        found |= compare("stage 2", stage=2) | compare("stage 1", [MIXED], stage=1, accumulation=2)
+        for stage in (1, 2):
+            found |= compare(
+                f"round robin, stage {stage}",
+                [MIXED],
+                stage=stage,
+                accumulation=stage,
+                round_robin_gradients=True,
+                away=(0, 2),
+            )
     for stage in (1, 2, 3):
         found |= compare(
             f"own step, stage {stage}",
