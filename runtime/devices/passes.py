@@ -7,6 +7,8 @@ without a synchronization, so that they can be subtracted.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -35,6 +37,8 @@ class Pass:
     Attributes:
         waits: Start and end of each interval in which the GPU waits for a copy. They ascend and do not overlap.
         made: Gradients of a backward in the order in which the GPU computes them, each with the time of its end.
+        issued_s: CPU time of the thread that launches the kernels. 0 if it is not known, as on the CPU, where this
+            thread also computes. In backward on a GPU, it is counted from the first gradient to the last.
     """
 
     kind: OpKind
@@ -43,6 +47,7 @@ class Pass:
     end_s: float
     waits: tuple[tuple[float, float], ...] = ()
     made: tuple[tuple[float, tuple[Place, ...]], ...] = ()
+    issued_s: float = 0.0
 
     @property
     def computed_s(self) -> float:
@@ -76,6 +81,8 @@ class Clock(Protocol):
     They return the training stream, and record when the GPU has done the work issued to this stream so far.
     """
 
+    name: str
+
     def training_streams(self) -> list[Any]: ...
     def moment(self, stream: Any = None) -> Moment: ...
 
@@ -88,6 +95,11 @@ class _Noted:
     end: Moment | None = None
     waits: list[tuple[Moment, Completion]] = field(default_factory=list)
     made: list[tuple[Moment, tuple[Place, ...]]] = field(default_factory=list)
+    threads: dict[int, tuple[float, float]] = field(default_factory=dict)  # first and latest CPU time of each thread
+
+    def runs(self) -> None:
+        now_s, thread = time.thread_time(), threading.get_ident()
+        self.threads[thread] = self.threads.get(thread, (now_s,))[0], now_s
 
     def read(self) -> Pass | None:
         if self.end is None or not self.end.is_past or not all(end.ended for _, end in self.waits):
@@ -99,6 +111,7 @@ class _Noted:
             self.end.reached_s,
             disjoint((begin.reached_s, begin.date_s(end)) for begin, end in self.waits),
             tuple((moment.reached_s, places) for moment, places in self.made),
+            max((last_s - first_s for first_s, last_s in self.threads.values()), default=0.0),
         )
 
 
@@ -135,10 +148,12 @@ class WatchedPasses:
         # In hooks of backward, DeepSpeed's reduction stream is the current one.
         self._stream = next(iter(self._device.training_streams()), None)
         self._now = self._noted[kind, iteration] = _Noted(kind, iteration, self._device.moment(self._stream))
+        self._thread_runs()
 
     def ends(self, kind: OpKind) -> None:
         """Record the end of the forward or backward whose start was recorded last."""
         if self._now is not None and self._now.kind == kind:
+            self._thread_runs()
             self._now.end = self._device.moment(self._stream)
             self._now = None
 
@@ -158,6 +173,11 @@ class WatchedPasses:
         """Record that all work for the gradient of a parameter has been issued to the training stream."""
         if self._now is not None and places:
             self._now.made.append((self._device.moment(self._stream), tuple(places)))
+            self._thread_runs()
+
+    def _thread_runs(self) -> None:
+        if self._now is not None and self._device.name == "cuda":
+            self._now.runs()
 
     def forget(self, iteration: int) -> None:
         """Discard the recorded times of a training iteration's forward and backward."""

@@ -144,6 +144,10 @@ class TrainingEngine(Protocol):
         """Return the number of micro-batches per optimizer step."""
         ...
 
+    def recomputes(self) -> bool | None:
+        """Return whether backward computes activations again. None if the model does not tell."""
+        ...
+
     def clips(self) -> bool:
         """Return whether training clips gradients to a maximum norm."""
         ...

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.allocated import SwitchError
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.stored import free_host_bytes
-from ebbtide.runtime.replan.measuring import by_the_first, gathered, measured_machine, nodes_and_ranks
+from ebbtide.runtime.replan.measuring import alone, by_the_first, gathered, measured_machine, nodes_and_ranks
 from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, measured_rates, observed_workload, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan, PlanError, Way
 from ebbtide.simulator.schedules.footprint import footprint
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import PASSES, PASSES_UNDER_PLANS, STEPS, Workload
 
 if TYPE_CHECKING:
     from ebbtide.tuner.placements.quick import QuickPlan
@@ -91,7 +92,7 @@ class _Automatic:
         own = self.session
         timeline = own.timeline()
         current, machine = own.plan.model_copy(update={"overlap_forward": own.overlaps}), self.machine
-        seen = attempted(lambda: observed_workload(own.engine, own.recorder.passes(), own.recorder.step_issue_s))
+        seen = attempted(lambda: _seen(own))
         own.recorder.unwatch()
         if None in gathered(seen) or seen is None:  # if one rank failed to observe, no rank plans
             switch_together(own, current)
@@ -179,18 +180,38 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
     )
 
 
+def _seen(session: Session) -> Workload:
+    return observed_workload(
+        session.engine,
+        session.recorder.passes(),
+        session.recorder.step_issue_s,
+        location="host" if "host" in session.plan.parameter_locations else "device",
+        ranks=1 if alone() else dist.get_world_size(),
+    )
+
+
 def _agreed(mine: Workload, session: Session) -> Workload:
     nodes, ranks = nodes_and_ranks()
-    own = mine.forward_s, mine.backward_s, mine.step_gather_s, mine.step_issue_s
-    *passes, gather_s, issue_s = (statistics.median(seconds) for seconds in zip(*gathered(own), strict=True))
-    forward, backward = (seconds / before if before else 1.0 for seconds, before in zip(passes, own[:2], strict=True))
+    own = _seconds(mine)
+    agreed = _medians(gathered(own))
     layers = tuple(
-        layer.model_copy(update={"forward_s": layer.forward_s * forward, "backward_s": layer.backward_s * backward})
+        layer.model_copy(
+            update={name: getattr(layer, name) * agreed[name] / own[name] for name in _PASSES if own.get(name)}
+        )
         for layer in mine.layers
     )
-    fields = {"ranks_per_node": ranks, "nodes": nodes, "layers": layers}
-    fields |= {"step_gather_s": gather_s, "step_issue_s": issue_s}
+    fields = {name: seconds for name, seconds in agreed.items() if name in own and name not in _PASSES}
+    fields |= {"ranks_per_node": ranks, "nodes": nodes, "layers": layers}
     return mine.model_copy(update={**fields, "clip_rate": session.pausing.clip_rate if mine.clip else 0.0})
+
+
+_PASSES = (*PASSES, *PASSES_UNDER_PLANS)
+
+
+def _seconds(workload: Workload) -> dict[str, float]:
+    times = {name: getattr(workload, name) for name in ("step_gather_s", "module_issue_s", *STEPS)}
+    times |= {name: sum(getattr(layer, name) or 0.0 for layer in workload.layers) for name in _PASSES}
+    return {name: seconds for name, seconds in times.items() if seconds is not None}
 
 
 def _medians(rates: list[dict[str, float]]) -> dict[str, float]:

@@ -3,15 +3,17 @@
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ebbtide.runtime.devices.passes import Pass
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule, simulate_fast, timeline
+from ebbtide.simulator.estimates.compute import reissued_s
+from ebbtide.simulator.estimates.rank import ISSUED_BACKWARD, MODULE_ISSUE_S, Thread, under_plans
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.plan import ParameterLocation, Plan
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.timeline import Timeline
@@ -85,34 +87,61 @@ WATCHED_STEPS = 4  # the first step is left out of the results, because it compi
 SAME_RATE = 0.02  # relative difference between a simulated and a measured rate that is accepted
 
 
-def observed_workload(engine: TrainingEngine, passes: Sequence[Pass], step_issue_s: float = 0.0) -> Workload:
+def observed_workload(
+    engine: TrainingEngine,
+    passes: Sequence[Pass],
+    step_issue_s: float = 0.0,
+    *,
+    location: ParameterLocation = "device",
+    ranks: int = 1,
+) -> Workload:
     """Return a workload with the measured times of the first training steps, from which a plan can be made.
 
     Its layers are the model's blocks (such as transformer layers) and other modules, as in a profile. Times of forward
     and backward are medians over steps and exclude waits of the GPU for copies. The times at which gradients are
     computed tell how long backward takes in each layer. Forward is divided among layers in the same proportions.
 
+    The steps ran under a plan, so the times are those of the workload's `planned` or `fetched`. Its other times follow
+    from the CPU time of the training thread.
+
     Args:
         passes: Measured forward and backward of the first steps. The first step, which compiles and warms up, does not
             count.
         step_issue_s: CPU seconds that ``step()`` takes until it has started all updates.
+        location: Memory that held the parameters.
+        ranks: Number of ranks that train together.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
+    stage, gathers, groups = engine.zero_stage(), engine.gathers(), _groups(engine)
     forward, backward, gather = (_after_the_first(passes, kind) for kind in _WATCHED)
-    forward_s, backward_s, gather_s = (
-        statistics.median(p.computed_s for p in some or [_NONE]) for some in (forward, backward, gather)
-    )
-    total, gathers = sum(sizes), engine.gathers()
-    groups = _groups(engine)
     shares = _shares(groups, gradient_s(backward))
+    forward_s, backward_s, gather_s = (_median(p.computed_s for p in some) for some in (forward, backward, gather))
+    threads = {"": Thread(1, 1, 1), **under_plans(stage, ranks)}
+    ran = threads["planned_" if location == "device" else "fetched_"]
+    parameters = max(1, sum(len(group.held) for group in groups))
+    issued = _median(p.issued_s for p in forward), _median(p.issued_s for p in backward)
+    issued_s, issued_back_s = (
+        min(some_s, parameters * most_s) for some_s, most_s in zip(issued, _MOST_ISSUED_S, strict=True)
+    )
+    module_issue_s = issued_s / ran.forward / parameters
+    if location == "host":  # the simulator adds this time to each wait for the parameters of a layer
+        forward_s = max(0.0, forward_s - module_issue_s * _waited(forward, groups))
+        backward_s = max(0.0, backward_s - module_issue_s * _waited(backward, groups))
+    again_s = min(issued_s, issued_back_s) if engine.recomputes() else 0.0
+    seconds, steps = dict[str, float](), dict[str, float]()
+    for kind, thread in threads.items():
+        forward_times, backward_times = thread.forward / ran.forward, thread.backward / ran.backward
+        then_s = backward_times * (issued_back_s - again_s) + forward_times * again_s
+        seconds[f"{kind}forward_s"] = reissued_s(forward_s, issued_s, forward_times * issued_s)
+        seconds[f"{kind}backward_s"] = reissued_s(backward_s, issued_back_s, then_s)
+        steps[f"{kind}step_issue_s"] = step_issue_s * thread.step / ran.step
     return Workload(
         name="observed",
         layers=tuple(
             Layer(
                 name=group.unit,
                 params=group.elements,
-                forward_s=forward_s * share,
-                backward_s=backward_s * share,
+                **{name: s * share for name, s in seconds.items()},
                 **({} if gathers is None else gathers.of_layer(group.held)),
             )
             for group, share in zip(groups, shares, strict=True)
@@ -120,24 +149,37 @@ def observed_workload(engine: TrainingEngine, passes: Sequence[Pass], step_issue
         live_params=None if gathers is None else gathers.live,
         state_stays=engine.shares_state,
         subgroups=sizes,
+        # DeepSpeed's bucket holds whole parameters. Below ZeRO-3, subgroups divide them.
+        parameters=(_parameters(engine),) if stage == 3 else (),
         wire_dtype=engine.wire_dtype(),
         grad_bytes_per_param=engine.gradient_bytes(),
         gradient_accumulation_steps=micro_batches,
         reduce_bucket_params=engine.bucket_params(),
         clip=engine.clips(),
         optimizer=engine.update_rule().name,
-        zero_stage=engine.zero_stage(),
+        zero_stage=stage,
         step_gather_s=gather_s,
-        step_issue_s=step_issue_s,
+        module_issue_s=module_issue_s,
+        **steps,
         # The base memory with all parameters on the GPU. The footprint of a plan subtracts those that are in host
         # memory.
-        device_base_bytes=total * WIRE_BYTES[engine.wire_dtype()],
+        device_base_bytes=sum(sizes) * WIRE_BYTES[engine.wire_dtype()],
         provenance=f"{WATCHED_STEPS} watched steps",
     )
 
 
 _WATCHED = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.PARAMETER_GATHER)
-_NONE = Pass(OpKind.FORWARD, 0, 0.0, 0.0)
+# CPU time of the training thread for one parameter in forward and in backward, at most. If the thread is ahead of the
+# GPU by as many kernels as the GPU can queue, it waits for the GPU, and this wait is CPU time too.
+_MOST_ISSUED_S = 2 * MODULE_ISSUE_S, 2 * (1 + ISSUED_BACKWARD) * MODULE_ISSUE_S
+
+
+def _median(seconds: Iterable[float]) -> float:
+    return statistics.median(list(seconds) or [0.0])
+
+
+def _waited(passes: Sequence[Pass], groups: Sequence["_Group"]) -> float:
+    return min(len(groups), _median(len(p.waits) for p in passes))
 
 
 def _after_the_first(passes: Sequence[Pass], kind: OpKind) -> list[Pass]:
@@ -201,6 +243,12 @@ def _groups(engine: TrainingEngine) -> list[_Group]:
     for group, end in zip(found, [*(after.begin for after in found[1:]), begins[-1]], strict=True):
         group.elements = end - group.begin  # padding counts with the parameters before it
     return found
+
+
+def _parameters(engine: TrainingEngine) -> tuple[int, ...]:
+    first = [0, *accumulate(engine.sizes())]
+    begins = sorted(first[part.subgroup] + part.offset for part in engine.slices().values())
+    return tuple(end - begin for begin, end in pairwise([0, *begins[1:], first[-1]]))
 
 
 def _shares(groups: Sequence[_Group], seconds: Mapping[tuple[int, int], float]) -> list[float]:

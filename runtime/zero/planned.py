@@ -17,6 +17,7 @@ from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.checks.other_steps import recomputes
 from ebbtide.runtime.zero.windows import OneBuffer, Windows, ZeroSlice
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.recipes import RECIPES
@@ -188,6 +189,10 @@ class PlannedZero:
 
     def micro_batches(self) -> int:
         return int(self.gradient_accumulation_steps)
+
+    def recomputes(self) -> bool | None:
+        module = self._module_of()
+        return None if module is None else recomputes(module)
 
     def clips(self) -> bool:
         return self.clip_grad > 0

@@ -239,3 +239,10 @@ def run_ahead_s(device_s: float, issued_s: float) -> float:
     # other. The host waits if it is a limited number of launches ahead of the GPU. The GPU waits if it has no work
     # left.
     return math.cbrt(device_s**3 + issued_s**3)
+
+
+def reissued_s(seconds: float, issued_s: float, then_s: float) -> float:
+    """Return what a time of `run_ahead_s` with ``issued_s`` of the host becomes if that becomes ``then_s``."""
+    if issued_s > seconds:
+        issued_s, then_s = seconds, then_s * seconds / issued_s
+    return math.cbrt(max(0.0, seconds**3 - issued_s**3 + then_s**3))

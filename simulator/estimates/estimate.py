@@ -20,6 +20,10 @@ _TIMES = ("pipeline_idle_s", "step_gather_s", "module_issue_s", *STEPS)
 _LAYER_TIMES = (*PASSES, *PASSES_UNDER_PLANS, "unhidden_s")
 
 
+def rank_of(job: Job, machine: Machine) -> Rank:
+    return (Rank if job.zero_stage == 3 else FlatRank)(job, machine)
+
+
 @checked
 def estimated(job: Job, machine: Machine) -> Workload:
     """Return the estimated workload of one rank of a training job on a machine. See `workload_from_model`.
@@ -34,7 +38,7 @@ def estimated(job: Job, machine: Machine) -> Workload:
             f"machine {machine.name!r} has none: add it, or profile the model with `tune "
             "profile`"
         )
-    rank = (Rank if job.zero_stage == 3 else FlatRank)(job, machine)
+    rank = rank_of(job, machine)
     if rank.layout.tensor_groups_cut and machine.network_bytes_per_s is None:
         raise ModelError(
             f"tensor_parallel must divide the machine's {machine.gpus_per_node} GPUs per node if "

@@ -240,6 +240,14 @@ SEVERAL_RANKS: UnderPlans = {"planned_": Thread(0.75, 0.97, 0.28), "fetched_": T
 # ZeRO-1 and 2: on one rank, which reduces nothing, as recorded, and on several, from a run with two ranks that is not.
 FLAT: UnderPlans = {"planned_": Thread(1.25, 0.9, 0.95)}
 FLAT_SEVERAL: UnderPlans = {"planned_": Thread(1.03, 1.48, 1.2)}
+
+
+def under_plans(zero_stage: int, ranks: int) -> UnderPlans:
+    """Return the times of the training thread under plans, as parts of those with DeepSpeed alone."""
+    of_one, of_several = (ONE_RANK, SEVERAL_RANKS) if zero_stage == 3 else (FLAT, FLAT_SEVERAL)
+    return of_several if ranks > 1 else of_one
+
+
 # Time in which the host launches the kernels of one expert in a loop: a dozen, 8 microseconds each.
 EXPERT_ISSUE_S = 1e-4
 # Time of the hooks and the gather of a matrix of one expert under ZeRO-3, without leaf modules. Qwen3-30B-A3B, whose
@@ -376,8 +384,7 @@ class Rank(RankSizes):
 
     @property
     def under_plans(self) -> UnderPlans:
-        """Return the times of the training thread under plans, as parts of those with DeepSpeed alone."""
-        return SEVERAL_RANKS if self.job.data_parallel > 1 else ONE_RANK
+        return under_plans(self.job.zero_stage, self.job.data_parallel)
 
     def layer(self, block: Block) -> Layer:
         gathered, reduced = self.network_bytes(block)
@@ -695,10 +702,6 @@ class FlatRank(Rank):
     @property
     def step_issue_s(self) -> float:
         return FLAT_STEP * STEP_ISSUE_S
-
-    @property
-    def under_plans(self) -> UnderPlans:
-        return FLAT_SEVERAL if self.job.data_parallel > 1 else FLAT
 
     def partitions(self, block: Block) -> tuple[int, ...]:
         """Return, as a tuple, how many elements of each parameter of a block a rank holds under ZeRO-1 or 2."""

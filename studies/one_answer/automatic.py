@@ -20,8 +20,9 @@ from ebbtide.runtime.zero.subgroup_size import DEEPSPEEDS_SUBGROUP, piece_elemen
 from ebbtide.simulator import Lane, Machine, OpKind, Plan, Schedule, Workload, build_schedule
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simulate_fast, timeline
+from ebbtide.simulator.estimates.estimate import rank_of
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
-from ebbtide.simulator.plan import Way
+from ebbtide.simulator.plan import ParameterLocation, Way
 from ebbtide.simulator.schedules.buckets import bucket_of
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.steps import HOST_SLOTS
@@ -47,7 +48,7 @@ def automatic(job: Workload, machine: Machine, *, stores: bool = False) -> tuple
         first = _storing(work, first, room)
     schedule = build_schedule(work, first)
     watched = simulate_fast(schedule, machine)
-    seen = simulated_workload(work, schedule, watched)
+    seen = simulated_workload(work, machine, schedule, watched)
     rates = simulated_rates(schedule, watched, seen, machine)
     known = as_observed(machine, rates, seen, first)
     free_device = machine.device_memory_bytes - machine.device_reserved_bytes - watched.device_peak_bytes
@@ -62,11 +63,23 @@ def automatic(job: Workload, machine: Machine, *, stores: bool = False) -> tuple
     return found.iteration_s, expected(work, machine, found.plan, run).iteration_s
 
 
-def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -> Workload:
+def simulated_workload(
+    work: Workload, machine: Machine, schedule: Schedule, watched: SimResult, location: ParameterLocation = "device"
+) -> Workload:
     """Return the workload that ebbtide's runtime would measure if the simulated training steps ``watched`` were real
     steps.
+
+    Args:
+        location: Memory that holds the parameters in these steps.
     """
-    seen = observed_workload(_Engine(work), list(_passes(work, schedule, watched)))  # type: ignore[arg-type]
+    norms = [op.work for op in schedule.ops if op.kind == OpKind.NORM]
+    seen = observed_workload(
+        _Engine(work),  # type: ignore[arg-type]
+        list(_passes(work, schedule, watched, _issued_s(work, machine, location))),
+        norms[0],
+        location=location,
+        ranks=work.ranks_per_node * work.nodes,
+    )
     return seen.model_copy(
         update={"ranks_per_node": work.ranks_per_node, "nodes": work.nodes, "clip_rate": work.expected_clip_rate}
     )
@@ -139,7 +152,19 @@ def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
     return tuple(found)
 
 
-def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[Pass]:
+def _issued_s(work: Workload, machine: Machine, location: ParameterLocation) -> dict[OpKind, float]:
+    """Return the CPU time of the training thread in forward and backward of one micro-batch, under a plan."""
+    if work.job is None or not work.module_issue_s:
+        return dict.fromkeys(PASSES, 0.0)
+    rank = rank_of(work.job, machine)
+    thread = rank.under_plans["planned_" if location == "device" else "fetched_"]
+    forward_s = [thread.forward * rank.issue_s(block) for block in rank.stage_blocks]
+    backward_s = [thread.backward * rank.issue_backward_s(block) for block in rank.stage_blocks]
+    again_s = [rank.again(block) * s for block, s in zip(rank.stage_blocks, forward_s, strict=True)]
+    return {OpKind.FORWARD: sum(forward_s), OpKind.BACKWARD: sum(backward_s) + sum(again_s)}
+
+
+def _passes(work: Workload, schedule: Schedule, watched: SimResult, issued_s: Mapping[OpKind, float]) -> Iterator[Pass]:
     # The gradients of the layer's parameters are complete at different times. These times are interpolated: computing a
     # gradient is assumed to take time in proportion to its number of elements.
     parameters: dict[int, list[_Parameter]] = {}
@@ -157,9 +182,9 @@ def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[
                 for parameter in own:
                     done += parameter.end - parameter.begin
                     left = 1 - done / work.layers[op.layer].params
-                    at_s = float(watched.end_s[op.id]) - left * work.layers[op.layer].backward_s
+                    at_s = float(watched.end_s[op.id]) - left * op.work
                     made.append((at_s, _places(work, parameter)))
-            yield Pass(kind, iteration, start_s, end_s, disjoint(waits), tuple(made))
+            yield Pass(kind, iteration, start_s, end_s, disjoint(waits), tuple(made), issued_s[kind])
         gathers: dict[Lane, float] = {}
         for op in schedule.ops:
             if op.kind == OpKind.PARAMETER_GATHER and op.iteration == iteration and op.layer < 0:
@@ -254,6 +279,9 @@ class _Engine:
 
     def clips(self) -> bool:
         return self.work.clip
+
+    def recomputes(self) -> bool:
+        return bool(self.work.recompute)
 
     def update_rule(self) -> _Rule:
         return _Rule(self.work.optimizer)

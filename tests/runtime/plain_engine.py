@@ -275,6 +275,9 @@ class PlainEngine:
     def micro_batches(self):
         return self.accumulation
 
+    def recomputes(self):
+        return None
+
     def clips(self):
         return self.clip is not None
 

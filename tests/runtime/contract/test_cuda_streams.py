@@ -21,6 +21,7 @@ from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradients import GradientOps
 from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.simulator.estimates.rank import ONE_RANK
 from ebbtide.simulator.schedule import Lane, OpKind
 
 from studies.bench.bits import state_of
@@ -272,7 +273,8 @@ def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fak
     assert list(recorder._issued) == [20.0, 20.0]
     workload = observed_workload(optimizer, recorder.passes(), recorder.step_issue_s)
     ours.destroy()
-    assert workload.step_issue_s == 20.0
+    assert workload.planned.step_issue_s == 20.0
+    assert workload.step_issue_s == pytest.approx(20.0 / ONE_RANK["planned_"].step)
 
 
 def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
