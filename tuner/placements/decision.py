@@ -35,7 +35,6 @@ from ebbtide.tuner.placements.subgroup_sizes import SIZES, WORTH, finer, merged,
 from ebbtide.tuner.progress import Told, silently
 
 FULL, QUICK = 1.0, 0.1  # fractions of a full search's evaluations. Up to QUICK, only first plans are tried
-SKETCH = 0.05  # up to this effort, only simple plans are tried, to compare hundreds of jobs
 FINALISTS = 2  # number of subgroup sizes that a full answer improves
 MOST_PASSES = 2**15  # largest number of layer passes in a step. Hundreds of such steps are simulated, twelve at a time
 NEAR = 1.05  # factor on the time of the best subgroup size's first plan. Slower sizes are no finalists
@@ -140,7 +139,7 @@ class Question:
         Args:
             bounds: Lower bounds that searches at other subgroup sizes have computed.
         """
-        kept: dict[str, Any] = {"freely": self.offload_parameters and self.effort <= SKETCH}
+        kept: dict[str, Any] = {}
         if self.running is not None:
             plan = self.running
             kept["fixed"] = {"threads": plan.threads, "overlap_forward": plan.overlap_forward}
@@ -229,8 +228,6 @@ def decide(question: Question, progress: Told = silently) -> Decision:
 
 def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = True) -> Decision:
     searches = _searches(question, progress, found, last=last)
-    if question.effort <= SKETCH:
-        return _decided(question, _largest_of_the_best(searches))
     most = 1 if question.workload.gradient_accumulation_steps > FEW_STEPS else FINALISTS
     finalists = _finalists(searches, GLANCED)[:most]
     if question.offload_parameters:
@@ -253,7 +250,7 @@ def _searches(question: Question, progress: Told, found: _Found, *, last: bool =
             progress(number / len(cuts), f"subgroups of {cuts[number].subgroup_size:.0e} elements")
             coarser = [searches[n] for n in sorted(searches) if n < number and searches[n].fits]
             searches[number] = question.search(cuts[number], found.bounds)
-            if searches[number].fits and question.effort > SKETCH:
+            if searches[number].fits:
                 follow(searches[number], coarser)
                 anneal(searches[number], min(GLIMPSE, searches[number].affordable(GLANCED_OPS // 8)))
         return searches[number].best_s

@@ -28,7 +28,6 @@ def begun(
     limits: Limits,
     seed: int = 0,
     *,
-    freely: bool = False,
     effort: float = 1.0,
     bounds: Bounds | None = None,
     **kept: Any,
@@ -41,7 +40,6 @@ def begun(
 
     Args:
         limits: Memory and storage that plans may use.
-        freely: True if parameters may move to host memory even if a plan fits without that.
         effort: Fraction of a full search's evaluations.
         bounds: Lower bounds of the iteration time that searches for the same job with other subgroup sizes have
             computed.
@@ -51,13 +49,13 @@ def begun(
     found = new(limits=limits.in_memory)
     try_first(found)
     if found.fits or limits.storage_bytes is None or workload.zero_stage < 3:
-        if freely or not found.fits:
+        if not found.fits:
             move_parameters(found)
         return found
     move_parameters(found)
     spilled = new(limits=limits, like=found)
     try_first(spilled)
-    if freely or not spilled.fits:
+    if not spilled.fits:
         move_parameters(spilled)
     return spilled if spilled.best_s < found.best_s or not found.fits else found
 
