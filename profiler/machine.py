@@ -19,11 +19,13 @@ from ebbtide.profiler.rates import adam, contention, copies, products, storage
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
 from ebbtide.profiler.rates.sampling import Part, unstable
 from ebbtide.profiler.rates.sharing import differences, with_writer_cost
-from ebbtide.runtime.hardware.builds import own_ninja_first
+from ebbtide.runtime.hardware.builds import own_ninja_first, tell_builds
+from ebbtide.runtime.hardware.launcher import rank
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.engines.cache import cache_dir
 from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.quantity import Quantity
+from torch.utils import cpp_extension
 
 logger = logging.getLogger("ebbtide")
 Progress = Callable[[int, int, str], object]
@@ -75,6 +77,7 @@ def measure_machine(
         ValueError: seconds is not in (0, 60], or there are more ranks than cores or GPUs.
     """
     own_ninja_first()
+    tell_builds(cpp_extension, rank)
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}")
     cuda = torch.cuda.is_available()

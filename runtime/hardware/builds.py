@@ -18,7 +18,6 @@ from typing import Any
 
 LOCK = "lock"
 QUIET_S = 2.0  # a build that takes longer is told
-_YOUNG_S = 30.0  # a builder takes its lock some time before its compiler runs
 
 
 def extensions_folder() -> Path:
@@ -36,15 +35,20 @@ def locks(root: Path) -> list[Path]:
 def is_stale(lock: Path) -> bool:
     """Return whether the lock file of a torch extension's build was left by a process that has ended."""
     with contextlib.suppress(OSError):
-        return time.time() - lock.stat().st_mtime > _YOUNG_S and not _built_in(lock.parent)
+        # Nobody but root sees what other users' processes hold.
+        return os.geteuid() in (0, lock.stat().st_uid) and not _is_held(lock)
     return False
 
 
-def _built_in(folder: Path) -> bool:
-    for link in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            if link.readlink() == folder.resolve():
-                return True
+def _is_held(lock: Path) -> bool:
+    # torch holds the file open until it has built. Compilers run in its folder, and go on if torch is killed.
+    file = lock.resolve()
+    held = {"cwd": str(file.parent), "fd/*": str(file)}
+    for pattern, path in held.items():
+        for link in Path("/proc").glob(f"[0-9]*/{pattern}"):
+            with contextlib.suppress(OSError):
+                if str(link.readlink()) == path:
+                    return True
     return False
 
 
@@ -58,7 +62,10 @@ def told(lock: Path) -> str:
     except OSError:
         since = "a moment ago"
     if is_stale(lock):
-        state = f"No process on this machine is building the extension any more: delete the file (rm {lock})"
+        state = (
+            "No process on this machine is building the extension any more. Unless another machine that shares this "
+            f"folder builds it, delete the file (rm {lock})"
+        )
     else:
         state = "The build is running"
     return f"the build of the extension {lock.parent.name} has held its lock file {lock} since {since}. {state}"

@@ -5,7 +5,9 @@ A killed build leaves its lock file. ebbtide recognizes such a file as stale.
 
 import io
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -38,8 +40,42 @@ def test_a_lock_is_stale_once_nobody_builds_there(lock, tmp_path):
         ninja.kill()
         ninja.wait()
     assert builds.is_stale(lock)
-    lock.touch()
-    assert not builds.is_stale(lock), "a new lock is not stale, because its compiler may not have started yet"
+
+
+BUILD = """
+import sys
+from torch.utils import cpp_extension
+cpp_extension.load("slow", [sys.argv[1]], build_directory=sys.argv[2])
+"""
+
+
+def test_a_build_that_is_killed_leaves_a_lock_that_is_told_at_once(tmp_path, child_environment):
+    source, folder = tmp_path / "slow.cpp", tmp_path / "slow"
+    source.write_text("#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n")
+    folder.mkdir()
+    lock, words = folder / builds.LOCK, [sys.executable, "-c", BUILD, str(source), str(folder)]
+    building = subprocess.Popen(words, env=child_environment, start_new_session=True)
+    try:
+        while not lock.exists():
+            assert building.poll() is None
+            time.sleep(0.01)
+        assert not builds.is_stale(lock)
+    finally:
+        os.killpg(building.pid, signal.SIGKILL)
+        building.wait()
+    assert lock.exists()
+    while list(folder.glob("*.o")) and builds._is_held(lock):
+        time.sleep(0.01)
+    assert builds.is_stale(lock)
+    tells = "from torch.utils import cpp_extension; from ebbtide.runtime.hardware.builds import tell_builds; "
+    tells += "tell_builds(cpp_extension, lambda: 0)\n"
+    waiting = [sys.executable, "-c", tells + BUILD, str(source), str(folder)]
+    with subprocess.Popen(waiting, env=child_environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert f"delete the file (rm {lock})" in process.stderr.readline()
+            assert process.poll() is None
+        finally:
+            process.kill()
 
 
 class Heard(io.StringIO):

@@ -25,6 +25,59 @@ LAUNCHERS = (
     ],
 )
 
+NINJA = """
+import shutil, sys
+if sys.argv[-1] != "tune":
+    import ebbtide
+    ebbtide.enable()
+import deepspeed
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from torch.utils import cpp_extension
+
+
+def load(*args, **kwargs):
+    open(sys.argv[-1], "w").write(shutil.which("ninja"))
+    sys.exit(0)
+
+
+cpp_extension.load = load
+CPUAdamBuilder().load()
+"""
+
+
+@pytest.mark.slow
+def test_every_way_in_builds_with_this_environments_ninja(child_environment, tmp_path):
+    own = Path(sys.executable).parent
+    if not (own / "ninja").exists():
+        pytest.skip("this environment has no ninja of its own")
+    (tmp_path / "train.py").write_text(NINJA)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "ninja").write_text("#!/bin/sh\nexit 1\n")
+    (other / "ninja").chmod(0o755)
+    path = os.pathsep.join([str(other), str(own), os.environ["PATH"]])
+    environment = {**child_environment, "PATH": path}
+    ways = {
+        "python": [sys.executable],
+        "tune": [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", sys.executable],
+    }
+    ways |= {words[0]: [word.format(port=free_port()) for word in words] for words in LAUNCHERS}
+    started = [
+        subprocess.Popen(
+            [*words, "train.py", name],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, words in ways.items()
+    ]
+    for process in started:
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
+    assert {name: (tmp_path / name).read_text() for name in ways} == dict.fromkeys(ways, str(own / "ninja"))
+
 
 @pytest.mark.slow
 def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path):
