@@ -35,6 +35,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+FASTER = "the same samples, faster"  # begins the reasons of a plan that name a change of the job, the best one last
 PHASES = ("forward_s", "backward_s", "step_s", "loop_s")
 
 

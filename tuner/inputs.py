@@ -166,10 +166,9 @@ def read_machine(given: str) -> Machine:
 def read_asked(given: str, about: Mapping[str, Any]) -> tuple[Machine, dict[str, int], tuple[str, ...]]:
     """Load a machine as `read_machine` does, as the flags about its card and its memory describe it.
 
-    Sizes of memory that are not taken as given are told.
-
     Returns:
-        The machine, the limits of memory as arguments of `Limits.of`, and the sentences that were told.
+        The machine, the limits of memory as arguments of `Limits.of`, and sentences about sizes of memory that are not
+        taken as given. The caller tells them.
     """
     from ebbtide.simulator.estimates.presets import preset
     from ebbtide.simulator.limits import within
@@ -184,10 +183,7 @@ def read_asked(given: str, about: Mapping[str, Any]) -> tuple[Machine, dict[str,
             )
         machine = preset(machine.name, **figures)
         click.echo(f"note: the machine is the preset {machine.name} with another card, as described", err=True)
-    machine, limits, notes = within(machine, about.get("gpu_memory"), about.get("host_memory"))
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
-    return machine, limits, notes
+    return within(machine, about.get("gpu_memory"), about.get("host_memory"))
 
 
 def take_card(source: dict[str, Any]) -> dict[str, Any]:
@@ -353,10 +349,10 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
     return storage or ({named: ANY_BYTES} if named else {})
 
 
-def tell_notes(workload: Workload) -> None:
+def tell_notes(notes: Iterable[str]) -> None:
     """Print what was assumed for a training job, and what is not simulated."""
-    if notes := workload.notes:
-        click.echo(f"note: {'; '.join(notes)}", err=True)
+    if told := "; ".join(notes):
+        click.echo(f"note: {told}", err=True)
 
 
 def program_of(command: Sequence[str], name: str) -> str:

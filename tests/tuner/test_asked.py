@@ -4,6 +4,8 @@ HTTP.
 
 import inspect
 import json
+import re
+from collections import Counter
 
 import click
 import ebbtide.tuner
@@ -289,3 +291,50 @@ def test_a_module_without_a_vocabulary_is_estimated(number):
     work = workload_from_model(module, preset("rtx4090"), sequence=197, micro_batch=8)
     assert work.params == sum(p.numel() for p in module.parameters())
     assert ebbtide.estimate(module, batch=8, sequence=197).fits
+
+
+LONG = {**KEY, "train_micro_batch_size_per_gpu": "auto", "scheduler": {"type": "WarmupLR"}, "memory_breakdown": True}
+TOLD = {
+    "long": ("Llama 3.2 1B", "h200", {"sequence": 16384}, LONG),
+    "mixture of experts": ("Mixtral 8x7B", "h100-node", {"sequence": 512, "accumulation": 2}, None),
+    "two nodes": ("Llama 3.2 3B", "h100-node", {"sequence": 512, "data_parallel": 8, "accumulation": 4}, None),
+    "more memory": ("Llama 3.2 1B", "rtx4090", {"sequence": 512, "gpu_memory": "24GiB", "accumulation": 4}, KEY),
+    "nothing fits": ("Llama 3 70B", "rtx4090", {"sequence": 512, "gpu_memory": "24GiB"}, LONG),
+}
+
+
+def repeated(texts):
+    """Return the sentences of four words or more that occur more than once in texts of lines."""
+    lines = [line.strip(" -").removeprefix("note: ") for text in texts for line in text.splitlines()]
+    said = [part for line in lines for part in re.split(r"; |\. ", line) if len(part.split()) > 3 and "│" not in part]
+    return {sentence for sentence, times in Counter(said).items() if times > 1}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_no_sentence_is_told_twice(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4000")
+    model, machine, about, config = TOLD[case]
+    asked = ["--machine", machine, "--model", model]
+    for name, value in about.items():
+        asked += [f"--{name.replace('_', '-')}", value]
+    if config is not None:
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        asked += ["--ds-config", tmp_path / "ds.json"]
+    plan = tmp_path / "plan.json"
+    full = [word if word != "--data-parallel" else "--gpus" for word in asked]
+    commands = {
+        "plan --quick": ["plan", *asked, "--quick", "-o", plan],
+        "plan": ["plan", *asked, "--why", "-o", plan],
+        "simulate": ["simulate", *asked],
+        "search": ["search", *full, "--global-batch", 32, "--trials", 3, "-o", tmp_path / "found.json"],
+    }
+    if case != "nothing fits":
+        commands["show"] = ["show", plan]
+    for name, words in commands.items():
+        done = CliRunner().invoke(main, [str(word) for word in words])
+        assert done.exit_code in (0, 1, 2), done.output
+        assert not repeated([done.stdout, done.stderr]), name
+        if name in ("plan --quick", "simulate") and done.exit_code < 2:
+            told = CliRunner().invoke(main, [*map(str, words), "--json"])
+            found = json.loads(told.stdout)
+            assert not repeated([*found.get("reasons", []), *found.get("notes", []), told.stderr]), name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,6 @@ def plan(
 ) -> None:
     """Search for the best plan for training on a machine, and explain why it is the best."""
     from ebbtide.tuner.answer.reasons import shadow_prices
-    from ebbtide.tuner.answer.report import show_plan, wide_console
     from ebbtide.tuner.placements.decision import QUICK
     from ebbtide.tuner.placements.storage import with_storage
 
@@ -156,7 +155,6 @@ def plan(
     check_distinct("--emit-deepspeed", emit_deepspeed)
     check_distinct("--output", output)  # after the inputs are read: they may include the default plan.json
     check_offloading(trained)
-    tell_notes(trained.workload)
     _tell_device(trained, emit_deepspeed)
     needs("under ZeRO-2 or 3", trained.workload.zero_stage > 1, "clip_rate")
     work, sizes = _recut(trained.workload, subgroup_size)
@@ -177,26 +175,37 @@ def plan(
     needs("without --storage, whose drive is simulated", not options["storage"], "checkpoint_rate")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     if faster is not None:
-        work = (trained := _of_line(faster, trained, work, measured, failures, options, emit_deepspeed)).workload
-    result = _searched(work, measured, failures, options)
-    if faster is None:
-        result = _with_lines(result, _faster(work, measured, result, options), work.job, notes)
+        one = _of_line(faster, work, measured, failures, options)
+        work = (trained := _as_changed(trained, one)).workload
+        if one.outcome.plan is None:
+            _write_alone(one, emit_deepspeed, trained, notes, as_json=as_json)
+            return
+    result = _searched(work, measured, failures, options, notes)
+    told = (*notes, *(() if faster is not None else _told(_faster(work, measured, result, options), work.job)))
     if why:
-        told = shadow_prices(work, with_storage(work, measured, options["storage"])[1], result)
-        result = result.model_copy(update={"reasons": (*result.reasons, *told)})
+        told += (*shadow_prices(work, with_storage(work, measured, options["storage"])[1], result),)
+    result = result.model_copy(update={"reasons": (*result.reasons, *told)})
     with written("--output", output):
         result.save(output)
     _emit(emit_deepspeed, result, output, trained)
     if as_json:
         click.echo(result.model_dump_json(indent=2))
-        return
+    else:
+        _show(result, trained.workload, output, emit_deepspeed)
+
+
+def _show(found: Plan, work: Workload, output: str, emit_deepspeed: str | None) -> None:
+    from ebbtide.tuner.answer.report import show_plan, wide_console
+
     console = wide_console()
-    show_plan(result, console)
+    show_plan(found, console)
     console.print(f"plan written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
-    console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
+    console.print(_next(emit_deepspeed, work), markup=False, soft_wrap=True)
 
 
-def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], options: Mapping[str, Any]) -> Plan:
+def _searched(
+    work: Workload, machine: Machine, failures: Mapping[str, Any], options: Mapping[str, Any], notes: Sequence[str] = ()
+) -> Plan:
     from ebbtide.tuner.placements.impossible import ImpossibleError
     from ebbtide.tuner.placements.planning import plan as search
 
@@ -204,6 +213,7 @@ def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], opt
         with told_after(2.0) as progress:
             return search(work, machine, progress=progress, **failures, **options)
     except ImpossibleError as error:
+        tell_notes((*work.notes, *notes))  # which the plan would tell
         raise _with_ways_out(error, work, machine, options) from None
 
 
@@ -218,20 +228,15 @@ def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str,
     return faster(work.job, machine, min([found.prediction.iteration_s, *plain]), **asked_of(options))
 
 
-def _with_lines(result: Plan, lines: list[Faster], job: Job | None, notes: Sequence[str]) -> Plan:
-    told = [f"the same samples, faster (--faster {n}): {one.told(job)}" for n, one in enumerate(lines, 1) if job]
-    return result.model_copy(update={"reasons": (*result.reasons, *notes, *told)})
+def _told(lines: Sequence[Faster], job: Job | None) -> list[str]:
+    from ebbtide.simulator.plan import FASTER
+
+    return [f"{FASTER} (--faster {number}): {one.told(job)}" for number, one in enumerate(lines, 1) if job]
 
 
 def _of_line(
-    number: int,
-    trained: Trained,
-    work: Workload,
-    machine: Machine,
-    failures: Mapping[str, Any],
-    options: Mapping[str, Any],
-    emit_deepspeed: str | None,
-) -> Trained:
+    number: int, work: Workload, machine: Machine, failures: Mapping[str, Any], options: Mapping[str, Any]
+) -> Faster:
     from ebbtide.tuner.placements.decision import QUICK
 
     first = _searched(work, machine, failures, {**options, "effort": QUICK})
@@ -242,24 +247,30 @@ def _of_line(
             f"--faster must name one of the changes with which the same samples train faster, but got {number}, and "
             f"{found} was found: leave --faster out to see them"
         )
-    one = lines[number - 1]
+    return lines[number - 1]
+
+
+def _as_changed(trained: Trained, one: Faster) -> Trained:
     config = {key: value for key, value in one.deepspeed(trained.config).items() if key != "ebbtide"}
-    changed = Trained(one.workload, one.job, config)
-    if one.outcome.plan is None:
-        _write_alone(one, emit_deepspeed, changed)
-        sys.exit(0)
-    return changed
+    return Trained(one.workload, one.job, config)
 
 
-def _write_alone(one: Faster, path: str | None, trained: Trained) -> None:
+def _write_alone(one: Faster, path: str | None, trained: Trained, notes: Sequence[str], *, as_json: bool) -> None:
     from ebbtide.tuner.answer.use import write_config
 
     if path is None:
         raise BadInputError(
             f"--emit-deepspeed must be given with this line of --faster, because it trains without a plan: {one.label}"
         )
+    config = dict(trained.config or {})
     with written("--emit-deepspeed", path):
-        write_config(dict(trained.config or {}), path)
+        write_config(config, path)
+    if as_json:
+        told: dict[str, Any] = {"label": one.label, "iteration_s": one.outcome.iteration_s, "deepspeed": config}
+        told["notes"] = [*one.workload.notes, *notes]
+        click.echo(json.dumps(told, indent=2))
+        return
+    tell_notes((*one.workload.notes, *notes))
     click.echo(f"{one.label}: {one.outcome.iteration_s:.3g} s per step without a plan. Config written to {path}")
 
 
@@ -271,8 +282,7 @@ def _with_ways_out(
     from ebbtide.tuner.advice.tried import asked_of
     from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
 
-    # Trying changes takes seconds, so the error is printed first.
-    click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)
+    click.echo("The job does not fit. Trying changes with which it fits ...", err=True)
     asked = asked_of(options)
     ways = ways_out(work.job, machine, asked["freedom"], **asked["asked"])
     lines = [

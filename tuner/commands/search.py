@@ -33,6 +33,7 @@ from ebbtide.tuner.inputs import (
     job_options,
     program_of,
     read_asked,
+    tell_notes,
 )
 from ebbtide.tuner.lazy_group import Command
 from ebbtide.tuner.progress import told_after
@@ -172,7 +173,7 @@ def search(
     check_distinct("--emit-deepspeed", emit_deepspeed)
     needs("with --measure", measure is not None, "measure_timeout")
     passed = _passed(measure, command)
-    on, limits, _ = read_asked(machine, asked)
+    on, limits, notes = read_asked(machine, asked)
     question = _question(on, limits, asked)
     space = _space(question, asked, free, global_batch, passed)
     with told_after(2.0) as tell:
@@ -187,7 +188,9 @@ def search(
     if measure is not None:
         with _interrupted_by_sigterm():
             answer = measure_best(question, answer, command, measure, measure_timeout, partial(click.echo, err=True))
-    record = report.as_json(answer)
+    workload = answer.best and question.workload(answer.best.configuration)
+    notes = (*notes, *(workload.notes if workload else ()))
+    record = {**report.as_json(answer), "notes": notes}
     if measure is not None:
         model = Path(asked["model"])
         named = str(model.resolve()) if model.is_file() else asked["model"]
@@ -200,9 +203,10 @@ def search(
     if as_json:
         click.echo(json.dumps(record, indent=1))
         sys.exit(0 if right else BadInputError.exit_code)
-    if answer.best is None:
+    tell_notes(notes)
+    if workload is None:
         raise BadInputError(answer.remarks()[0])
-    click.echo(about(question.workload(answer.best.configuration), question.machine))
+    click.echo(about(workload, question.machine))
     report.show(answer, wide_console())
     if not right:
         raise BadInputError(_why_nothing(answer))

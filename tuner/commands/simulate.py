@@ -102,11 +102,11 @@ def simulate(
     timeline, figures = _simulated(work, measured, name, options, limits)
     _draw(timeline, trace, plot)
     missing = limits.shortfall(timeline)
-    tell_notes(work)
     if as_json:
         fields = {"about": about_job, **figures, "fits": not missing, "missing": missing, "notes": notes}
         click.echo(json.dumps(fields, indent=2))
     else:
+        tell_notes(notes)
         click.echo(about_job)
         for key, value in _told(figures, limits, missing):
             click.echo(f"{key:12} {value}")

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+_QUICK = "~"
+
 
 def show(answer: Answer, console: Console) -> None:
     """Print the result of a configuration search: sentences, the Pareto front of speed and GPU memory, and the
@@ -24,6 +26,8 @@ def show(answer: Answer, console: Console) -> None:
     if answer.measured:
         console.print(_measured(answer))
     console.print(_front(answer))
+    if any(o.quick for o in answer.front):
+        console.print(f"{_QUICK}: by a quick plan. `tune plan` may find a faster one")
     console.print(_costs(answer))
     console.print(
         "A plan never changes training results. If you train with another configuration than before, such as another "
@@ -40,7 +44,7 @@ def _front(answer: Answer) -> Table:
         table.add_row(
             o.configuration.text(),
             f"{o.tokens_per_s:,.0f}",
-            f"{o.iteration_s * 1e3:.0f} ms",
+            f"{_QUICK * o.quick}{o.iteration_s * 1e3:.0f} ms",
             size(o.device_peak_bytes),
             size(o.host_peak_bytes),
         )
@@ -136,4 +140,5 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "tokens_per_s": outcome.tokens_per_s,
         "device_peak_bytes": outcome.device_peak_bytes,
         "host_peak_bytes": outcome.host_peak_bytes,
+        "quick": outcome.quick,
     }
