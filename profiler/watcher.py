@@ -44,7 +44,13 @@ _IDS = (torch.int64, torch.int32)
 
 
 def tokens_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens in a model's inputs, or None if it cannot be derived from their shapes.
+    """Return the number of tokens in a model's inputs, or None if it cannot be derived from their shapes."""
+    shape = batch_of(model, args, kwargs)
+    return None if shape is None else shape.numel()
+
+
+def batch_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Size | None:
+    """Return the shape (batch, sequence) of the tokens in a model's inputs, or None if it cannot be derived.
 
     The tokens are in the argument ``input_ids``, or else in the first tensor. That tensor must be an integer
     matrix (batch, sequence), the model must have an embedding, and all integer matrices (such as targets and
@@ -55,12 +61,12 @@ def tokens_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     named = dict(_named(args, kwargs))
     ids = named.get("input_ids")
     if ids is not None:
-        return ids.numel() if _are_ids(ids) else None
+        return ids.shape if _are_ids(ids) else None
     tensors = list(named.values())
     if not tensors or not _are_ids(tensors[0]):
         return None
     shapes = {t.shape for t in tensors if _are_ids(t)}
-    return tensors[0].numel() if len(shapes) == 1 else None
+    return tensors[0].shape if len(shapes) == 1 else None
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,9 +7,9 @@ and the steps give the times of forward and backward.
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.allocated import SwitchError
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.stored import free_host_bytes
+from ebbtide.runtime.hardware.launcher import rank
+from ebbtide.runtime.replan.hint import memory_of, tell_faster
 from ebbtide.runtime.replan.measuring import alone, by_the_first, gathered, measured_machine, nodes_and_ranks
 from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, measured_rates, observed_workload, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
@@ -57,11 +59,12 @@ def host_plan(
     )
 
 
-def plan_later(session: Session, machine: Machine | None) -> None:
+def plan_later(session: Session, machine: Machine | None, describe: Callable[[], Mapping[str, Any]]) -> None:
     """Arrange that the first `WATCHED_STEPS` training steps are measured, and that a better plan is then made and used.
 
     Args:
         machine: The machine's rates. If None, they are measured once per node, or read from the profiler's cache.
+        describe: Called on the first rank after the measured steps. See `ebbtide.runtime.zero.described`.
     """
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
     logger.info("measuring the first %d steps, with all updates on the CPU. A plan is made from them", WATCHED_STEPS)
@@ -69,7 +72,7 @@ def plan_later(session: Session, machine: Machine | None) -> None:
         session.executor.prepare_device()
     session.recorder.watch()
     # First, so that it runs before a checkpoint begins.
-    session.after_step.insert(0, _Automatic(session, machine).on_step)
+    session.after_step.insert(0, _Automatic(session, machine, describe).on_step)
 
 
 @dataclass
@@ -80,6 +83,7 @@ class _Automatic:
 
     session: Session
     machine: Machine
+    describe: Callable[[], Mapping[str, Any]]
     steps: int = 0
 
     def on_step(self) -> None:
@@ -106,6 +110,7 @@ class _Automatic:
             min, zip(*gathered((_free_device_bytes(own.device), free_host_bytes())), strict=True)
         )
         logger.info("making a plan for this model")
+        room = attempted(lambda: memory_of(workload, own, device_bytes, host_bytes))
         result = attempted(
             lambda: by_the_first(lambda: better_plan(workload, machine, current, device_bytes, host_bytes))
         )
@@ -121,6 +126,10 @@ class _Automatic:
         switched = switch_together(own, current)
         if result is not None:
             own.expected_s = result.iteration_s if switched else result.current_s
+            if rank() == 0 and room is not None:
+                ran = workload.planned
+                seconds = {"computed_s": ran.forward_s + ran.backward_s, "expected_s": own.expected_s}
+                attempted(lambda: tell_faster(self.describe, {**room, **seconds, "machine": machine}))
 
 
 def attempted(plan: Callable[[], Planned]) -> Planned | None:

@@ -32,6 +32,7 @@ from ebbtide.runtime.zero.checks.guard import (
     stored_at,
 )
 from ebbtide.runtime.zero.checks.other_steps import warn_of_late_gradients, warn_of_other_steps
+from ebbtide.runtime.zero.described import Described
 from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
 from ebbtide.runtime.zero.storing import storing_plan
@@ -45,7 +46,7 @@ from ebbtide.runtime.zero.subgroup_size import (
 from ebbtide.simulator.estimates.deepspeed_keys import read_file
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import AUTOMATIC, CheckpointPlan, Plan, PlanError
+from ebbtide.simulator.plan import AUTOMATIC, FASTER, CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.schedules.buckets import planned_bucket
 
 logger = logging.getLogger("ebbtide")
@@ -264,7 +265,7 @@ def _attach_automatically(
         return engine  # there is no other placement to choose
     stages = private.pipeline_stages(engine)
     if stages == 1:
-        plan_later(session_of(engine), machine)
+        plan_later(session_of(engine), machine, Described(engine).fields)
     elif rank() == 0:  # the stages have different subgroups, but one rank plans for all ranks
         logger.warning(
             "ebbtide makes no plan of its own for a model of %d pipeline stages: the CPU updates every subgroup. "
@@ -406,6 +407,8 @@ def _report(session: Session) -> None:
     if session.expected_s is not None:
         about = f" for {plan.about}" if plan.about else ""
         logger.info("the plan was made%s: %.3f s per iteration expected", about, session.expected_s)
+    for reason in [reason for reason in plan.reasons if reason.startswith(FASTER)][-1:]:
+        logger.info("`tune plan` says: %s", reason)
 
 
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:

@@ -29,6 +29,7 @@ def test_two_ranks_come_to_one_plan(deepspeed_ops, tmp_path, stage):
     assert first["steps"] == 6
     ((ranks, clip_rate, host_bytes),) = first["asked"]
     assert second["asked"] == [], "rank 0 plans for both"
+    assert (first["told"], second["told"]) == (1, 0), "rank 0 names a faster setting"
     assert (ranks, clip_rate) == (2, first["clip_rate"])
     assert host_bytes == int(2**29 - UNKNOWN_MARGIN * 2**30) // 2, "of the container, for each of two ranks"
     assert first["finite"]

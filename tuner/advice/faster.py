@@ -66,6 +66,7 @@ def faster(
     *,
     freedom: Mapping[str, Any] | None = None,
     asked: Mapping[str, Any] | None = None,
+    most: int = LINES[-1],
 ) -> list[Faster]:
     """Return up to three changes with which the same samples train faster, the dearest one last.
 
@@ -76,12 +77,13 @@ def faster(
         seconds: Time of a step of the job as given.
         freedom: Arguments of `Question` on what plans may do. None: their defaults.
         asked: Memory limits and storage, as arguments of `with_storage`.
+        most: What a change may ask of the user at most (`Knob.needs`).
     """
     space = Changing(job, machine, asked or {}, freedom or {})
     found: list[Faster] = []
     least_s, every = seconds, [changes for changes in same_samples(job) if changes]
-    for most in LINES:
-        one = _best(space, [changes for changes in every if needs(changes) == most], (1 - WORTH) * least_s)
+    for asks in LINES[: most + 1]:
+        one = _best(space, [changes for changes in every if needs(changes) == asks], (1 - WORTH) * least_s)
         if one is not None:
             changed, outcome = one
             least_s = outcome.iteration_s
