@@ -7,13 +7,13 @@ its own, so that no step waits.
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.limits import LEAST_MARGIN
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.rules import RuleError
@@ -79,7 +79,7 @@ def hint(run: Run) -> Hint | None:
         job = Job.of_deepspeed(run.model, run.config, **run.shape)
         _check_elements(job, run.elements)
         machine, work = _as_watched(job, run)
-        asked = {"device_memory_bytes": run.device_bytes, "host_memory_bytes": run.host_bytes, "margin": LEAST_MARGIN}
+        asked = {"device_memory_bytes": run.device_bytes, "host_memory_bytes": run.host_bytes}
         freedom = {"offload_parameters": not job.offload.keeps_parameters}
         as_is = Changing(job, machine, asked, freedom).tried({})
         if isinstance(as_is, str):
@@ -118,7 +118,10 @@ def _as_watched(job: Job, run: Run) -> tuple[Machine, Workload]:
             return machine, work
         if not slower:
             break
-        machine = machine.with_rates(**{name: machine.rate(name) / slower for name in _SPEEDS})  # type: ignore[arg-type]
+        with suppress(RuleError):  # no GPU is so fast or so slow
+            machine = machine.with_rates(**{name: machine.rate(name) / slower for name in _SPEEDS})  # type: ignore[arg-type]
+            continue
+        break
     raise UnknownRunError("no speed of the GPU explains the measured times of forward and backward")
 
 
