@@ -52,7 +52,7 @@ class Failed(Protocol):
     def errors(self) -> Any: ...
 
 
-class Broken(NamedTuple):
+class BrokenRule(NamedTuple):
     """A rule that a value breaks: the name of the field, the rule in words, and the value as text.
 
     The text is None if the value is too large to show.
@@ -92,7 +92,7 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
+def broken(error: Failed, given: Any = None, model: Any = None) -> list[BrokenRule]:
     """Return a list of the rules that pydantic's validation error reports as broken, in this project's words.
 
     If a field allows several types, only the rule of the type nearest to the given value is returned.
@@ -104,7 +104,7 @@ def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
         model: Pydantic model that checked the value. With it, names similar to an unknown field are suggested.
     """
     items = error.errors()
-    rows: dict[str, Broken] = {}
+    rows: dict[str, BrokenRule] = {}
     for item in items:
         row = _broken(item, given)
         if item["type"] == "extra_forbidden" and model is not None:
@@ -139,14 +139,14 @@ def explain(error: Failed, given: Any = None, model: Any = None) -> str:
     return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _broken(item: Mapping[str, Any], given: Any) -> Broken:
+def _broken(item: Mapping[str, Any], given: Any) -> BrokenRule:
     cause = item.get("ctx", {}).get("error")
     where = _where(item, given)
     if isinstance(cause, RuleError) and cause.key and cause.key not in where[-1:]:
         where = [*where, cause.key]
     value = item.get("input")
     untold = item["type"] in ("missing", "json_invalid") or isinstance(value, dict | list | tuple)
-    return Broken(".".join(where)[:SHOWN], _rule(item), None if untold else shortened(value))
+    return BrokenRule(".".join(where)[:SHOWN], _rule(item), None if untold else shortened(value))
 
 
 def _where(item: Mapping[str, Any], given: Any) -> list[str]:

@@ -27,7 +27,7 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 
 @dataclass(frozen=True)
-class Simulated:
+class StrategyResult:
     """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at ratio 0.3.
 
     Attributes:
@@ -94,14 +94,14 @@ class _Strategy:
     limits: Limits
     compile_: Compile
 
-    def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
+    def best(self, settings: Iterable[Mapping[str, Any]]) -> StrategyResult:
         return min(map(self._run, settings), key=self._rank)
 
-    def _rank(self, one: Simulated) -> tuple[bool, float]:
+    def _rank(self, one: StrategyResult) -> tuple[bool, float]:
         lacking = self.limits.missing_bytes(one.result)
         return lacking > 0, lacking or one.result.iteration_s
 
-    def _run(self, setting: Mapping[str, Any]) -> Simulated:
+    def _run(self, setting: Mapping[str, Any]) -> StrategyResult:
         plan = setting.get("plan")
         if self.name == "ebbtide" and isinstance(plan, Plan) and len(setting) == 1:
             return under_plan(plan, PlanSweep(self.workload, self.machine), self.limits)
@@ -118,10 +118,10 @@ class _Strategy:
                 return simulate_fast(self.compile_(self.name, self.workload, {**setting, "plan": other}), self.machine)
 
             result = expected(work, self.machine, plan, run)
-        return Simulated(self.name, setting, memory_of, result, self.limits.shortfall(result))
+        return StrategyResult(self.name, setting, memory_of, result, self.limits.shortfall(result))
 
 
-def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
+def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> StrategyResult:
     """Simulate training under a plan, and check whether the training fits into memory.
 
     Args:
@@ -133,7 +133,7 @@ def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
     check_plan(plan, sweep.workload.cut_as(plan))
     sweep = sweep.of_plan(plan)
     result = expected(sweep.workload, sweep.machine, plan, sweep.result)
-    return Simulated("ebbtide", {"plan": plan}, partial(sweep.memory, plan), result, limits.shortfall(result))
+    return StrategyResult("ebbtide", {"plan": plan}, partial(sweep.memory, plan), result, limits.shortfall(result))
 
 
 def fastest_plan(
@@ -158,7 +158,7 @@ def simulated(
     limits: Limits,
     setting: Mapping[str, Any],
     compile_: Compile = compiled,
-) -> Simulated:
+) -> StrategyResult:
     """Simulate an offloading strategy at one setting, and check whether the training fits into memory."""
     return _Strategy(name, workload, machine, limits, compile_).best([setting])
 
@@ -170,7 +170,7 @@ def best_setting(
     limits: Limits,
     setting: Mapping[str, Any] | None = None,
     compile_: Compile = compiled,
-) -> Simulated:
+) -> StrategyResult:
     """Return the simulation of an offloading strategy at its fastest setting that fits into memory.
 
     If the argument ``setting`` is given, only this setting is simulated. If no setting fits into memory, return

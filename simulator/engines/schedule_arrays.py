@@ -18,7 +18,7 @@ from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.repeating import repeat
 from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, OpKind
-from ebbtide.simulator.schedules.ebbtide import Part, Tape, What
+from ebbtide.simulator.schedules.ebbtide import GradientPart, Tape, What
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.steps import Bytes, Slot, Step, Wait, unfused
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED, ways
@@ -30,7 +30,7 @@ _RATE_NUMBERS = {rate: number for number, rate in enumerate(RATES)}
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
 _PASSES = {kernel.KIND_NUMBERS[OpKind.FORWARD]: "forward_s", kernel.KIND_NUMBERS[OpKind.BACKWARD]: "backward_s"}
-_NO_PART = Part(-1, -1, 0, last=False)
+_NO_PART = GradientPart(-1, -1, 0, last=False)
 
 # Columns of a recipe's step (after the columns of an op), of a placement, and of an entry of the recorded iteration.
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)

@@ -77,7 +77,7 @@ def passed_on(size_bytes: float, ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Topology:
     """The assignment of a training job's ranks to nodes.
 
     Nodes are filled one after the other. Ranks are numbered first along tensor parallelism, then data parallelism, then

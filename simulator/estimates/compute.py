@@ -89,7 +89,7 @@ BACKWARD = PassCost(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFF
 
 
 @dataclass(frozen=True)
-class Device:
+class GpuSpeed:
     """The FLOP/s and memory bandwidth of a GPU, and the training settings that decide how long the GPU computes on a
     block of a model.
     """
@@ -107,8 +107,8 @@ class Device:
     @classmethod
     def of(
         cls, machine: Machine, wire_bytes: int, flash_version: FlashVersion | None = None, **training: Any
-    ) -> "Device":
-        """Return a `Device`: the FLOP/s and memory bandwidth of a machine's GPU, together with training settings.
+    ) -> "GpuSpeed":
+        """Return a `GpuSpeed`: the FLOP/s and memory bandwidth of a machine's GPU, together with training settings.
 
         The settings are those that decide how long the GPU computes on a block of a model.
 
@@ -130,7 +130,7 @@ class Device:
             **training,
         )
 
-    def seconds(self, block: Block, shape: "Shape", part: PassCost) -> float:
+    def seconds(self, block: Block, shape: "BatchShape", part: PassCost) -> float:
         """Return the seconds that a GPU needs for one micro-batch's forward or backward through a block.
 
         An embedding takes no time.
@@ -145,7 +145,7 @@ class Device:
         scores = part.scores if self.flash else min(part.scores, STORED_BACKWARD_SCORES)
         return seconds + scores * scores_s + traffic / self.memory_bytes_per_s
 
-    def _products_s(self, block: Block, shape: "Shape") -> float:
+    def _products_s(self, block: Block, shape: "BatchShape") -> float:
         experts_s, flops_per_token = 0.0, block.flops_per_token
         if experts := block.experts:
             flops_per_token -= experts.flops_per_token
@@ -155,11 +155,11 @@ class Device:
         seconds = shape.tokens * flops_per_token / self.tensor_parallel / self.flops_per_s + experts_s
         return max(seconds, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
-    def _score_flops(self, block: Block, shape: "Shape") -> float:
+    def _score_flops(self, block: Block, shape: "BatchShape") -> float:
         seen = shape.sequence / 2 if self.flash else shape.sequence
         return shape.tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
 
-    def _product_bytes(self, block: Block, shape: "Shape") -> float:
+    def _product_bytes(self, block: Block, shape: "BatchShape") -> float:
         # The hidden size is assumed as one dimension of each matrix.
         hidden, tokens = shape.hidden, shape.tokens
         used = block.flops_per_token / 2
@@ -169,7 +169,7 @@ class Device:
         sides = share * sum(hidden + n / hidden / self.tensor_parallel for n in matrices)
         return self.wire_bytes * (touched / self.tensor_parallel + tokens * sides)
 
-    def _traffic_bytes(self, shape: "Shape") -> float:
+    def _traffic_bytes(self, shape: "BatchShape") -> float:
         # Attention scores are assumed to be stored there.
         split = STORED_SPLIT / (STORED_WHOLE + STORED_SPLIT)
         share = 1 - split + split / self.tensor_parallel
@@ -179,12 +179,12 @@ class Device:
         scores = shape.heads * shape.sequence * shape.tokens / self.tensor_parallel
         return moved + SCORE_BYTES[self.kernels] * scores * self.wire_bytes / 2
 
-    def _routing_bytes(self, block: Block, shape: "Shape") -> float:
+    def _routing_bytes(self, block: Block, shape: "BatchShape") -> float:
         if block.experts is None:
             return 0.0
         return self.wire_bytes * ROUTING_PASSES[self.kernels] * block.experts.per_token * shape.tokens * shape.hidden
 
-    def _loss_bytes(self, block: Block, shape: "Shape", part: PassCost) -> float:
+    def _loss_bytes(self, block: Block, shape: "BatchShape", part: PassCost) -> float:
         kind = "one kernel" if self.fused_loss else self.kernels
         logits = shape.tokens * block.flops_per_token / 2 / shape.hidden / self.tensor_parallel
         return logits * LOSS_BYTES[kind][part.loss]
@@ -211,7 +211,7 @@ def _stored_gain(machine: Machine) -> float:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """The shape of a micro-batch: its numbers of tokens, and the model's hidden size and number of attention heads."""
 
     hidden: int

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ebbtide.simulator.estimates.collectives import Layout
+from ebbtide.simulator.estimates.collectives import Topology
 from ebbtide.simulator.estimates.job import SELECTIVE_SHARE, Job
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.rank import FlatRank, Rank
@@ -66,7 +66,7 @@ def retimed(job: Job, workload: Workload, machine: Machine) -> Workload:
     return workload if made == workload else made
 
 
-def _no_network(layout: Layout, machine: Machine) -> str:
+def _no_network(layout: Topology, machine: Machine) -> str:
     hosts = [f"{machine.name}-x{n}" for n in (2, 4, 8) if n >= layout.gpus and f"{machine.name}-x{n}" in SHEETS]
     one_host = f" For {layout.gpus} cards on one host, take the preset {hosts[0]}." if hosts else ""
     return (

@@ -135,25 +135,28 @@ class Asked:
     unless: str = ""
 
 
-class Left(str):
+class NotAdvised(str):
     """The reason why no advice changes a setting of a job."""
 
     __slots__ = ()
 
 
-_LEARNED, _PROGRAM = Left("decides what is learned"), Left("needs another training program")
+_LEARNED, _PROGRAM = NotAdvised("decides what is learned"), NotAdvised("needs another training program")
 _STARTED, _SOURCE = (
-    Left("says what is installed and how training is started"),
-    Left("tells where the settings come from"),
+    NotAdvised("says what is installed and how training is started"),
+    NotAdvised("tells where the settings come from"),
 )
-_BUFFER, _GATHERS = Left("is the size of a buffer of DeepSpeed's"), Left("is one of DeepSpeed's rules of gathers")
+_BUFFER, _GATHERS = (
+    NotAdvised("is the size of a buffer of DeepSpeed's"),
+    NotAdvised("is one of DeepSpeed's rules of gathers"),
+)
 
 
 class Job(BaseModel):
     """A training job: a model and its training settings.
 
-    Each field says how users give it (`Asked`), and why no advice changes it if so (`Left`). The flags of ``tune``, the
-    fields of requests to the planning service and the tests of all of them follow from this class.
+    Each field says how users give it (`Asked`), and why no advice changes it if so (`NotAdvised`). The flags of ``tune``,
+    the fields of requests to the planning service and the tests of all of them follow from this class.
 
     Attributes:
         architecture: Model that is trained.
@@ -238,11 +241,11 @@ class Job(BaseModel):
     ] = None
     optimizer: Annotated[str, _LEARNED] = ADAM.name
     precision: Annotated[WireDtype, _LEARNED] = "bf16"
-    gradient_bytes: Annotated[int, Left("decides how gradients round")] = 2
+    gradient_bytes: Annotated[int, NotAdvised("decides how gradients round")] = 2
     clip: Annotated[float, _LEARNED] = 1.0
     reduce_bucket_elements: Annotated[int, _BUFFER] = REDUCE_BUCKET_ELEMENTS
     prefetch_bucket_elements: Annotated[int, _BUFFER] = PREFETCH_BUCKET_ELEMENTS
-    overlap_comm: Annotated[bool | None, Left("is DeepSpeed's key for its own reductions")] = None
+    overlap_comm: Annotated[bool | None, NotAdvised("is DeepSpeed's key for its own reductions")] = None
     max_live_parameters: Annotated[int, _GATHERS] = GatherRules().live
     max_reuse_distance: Annotated[int, _GATHERS] = GatherRules().reuse
     persistence_threshold: Annotated[int, _GATHERS] = GatherRules().persistent

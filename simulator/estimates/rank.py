@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ebbtide.simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
+from ebbtide.simulator.estimates.collectives import LINK, Links, Topology, passed_on, ring_s
 from ebbtide.simulator.estimates.compute import (
     BACKWARD,
     EAGER_STORED,
@@ -19,9 +19,9 @@ from ebbtide.simulator.estimates.compute import (
     STORED_WHOLE,
     STORED_WIDER,
     USUAL_WIDTH,
-    Device,
+    BatchShape,
+    GpuSpeed,
     Kernels,
-    Shape,
     overlapped_s,
     run_ahead_s,
 )
@@ -50,9 +50,9 @@ class RankSizes:
         return self.job.architecture
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> Topology:
         p = self.job
-        return Layout(self.machine.gpus_per_node, p.data_parallel, p.tensor_parallel, p.pipeline_parallel, p.stage)
+        return Topology(self.machine.gpus_per_node, p.data_parallel, p.tensor_parallel, p.pipeline_parallel, p.stage)
 
     @property
     def tokens(self) -> int:
@@ -405,15 +405,15 @@ class Rank(RankSizes):
         )
 
     @cached_property
-    def device(self) -> Device:
+    def device(self) -> GpuSpeed:
         """Return the FLOP/s and memory bandwidth of a training job's GPU, together with the job's settings, as a
-        `Device`.
+        `GpuSpeed`.
 
         The settings decide how long the GPU computes on a block of the model: precision, kernels, attention and tensor
         parallelism.
         """
         p = self.job
-        return Device.of(
+        return GpuSpeed.of(
             self.machine,
             self.wire,
             tensor_parallel=p.tensor_parallel,
@@ -424,9 +424,9 @@ class Rank(RankSizes):
         )
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> BatchShape:
         """Return a micro-batch's tokens, tokens per sequence, and the model's hidden size and number of heads."""
-        return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
+        return BatchShape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:
         """Return the seconds that the GPU computes on a block's forward for one micro-batch."""

@@ -29,7 +29,7 @@ from ebbtide.simulator.update.steps import Bytes, Step, Wait
 from ebbtide.simulator.workload import Workload
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """The part of a subgroup's gradient that belongs to one layer.
 
     Gradients that go to host memory are copied in such parts.
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     last: bool
 
 
-def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[Part, ...], ...]:
+def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[GradientPart, ...], ...]:
     """Return, for each layer, a tuple of the parts of subgroups' gradients that belong to the layer.
 
     The parts of a layer are in the order of their transfer to the host. This is the order in which backward computes
@@ -61,7 +61,7 @@ def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[Part, ...], ...
     last = {subgroup: layer for layer in in_order(leave) for subgroup, _ in held[layer]}
     numbers = count()
     return tuple(
-        tuple(Part(next(numbers), subgroup, elements, layer == last[subgroup]) for subgroup, elements in some)
+        tuple(GradientPart(next(numbers), subgroup, elements, layer == last[subgroup]) for subgroup, elements in some)
         for layer, some in enumerate(held)
     )
 
@@ -94,7 +94,7 @@ class PlannedLoop(TrainingLoop):
         return bucket_of(self.workload)
 
     @abstractmethod
-    def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
+    def gradient_reduced(self, part: GradientPart, micro_step: int, after: int) -> None:
         """Append to the schedule the ops for one layer's part of a subgroup's gradient, such as its copy to the host.
 
         The op ``after`` has reduced this part over the ranks.
@@ -212,7 +212,7 @@ class TapeEntry:
     what: What
     op: Op | None
     refs: tuple[int, ...]
-    part: Part | None = None
+    part: GradientPart | None = None
     added_to: bool = False
     boundary: bool = False
 
@@ -244,12 +244,12 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
     micro = workload.gradient_accumulation_steps
     check_passes(workload, 2)
     few = workload if micro <= RECORDED else workload.model_copy(update={"gradient_accumulation_steps": RECORDED})
-    loop = _Recorder(few, locations, overlaps=overlaps)
+    loop = _OpRecorder(few, locations, overlaps=overlaps)
     loop.run(2)
     return Tape(loop.places(), *loop.repeated(), 1 + micro - few.gradient_accumulation_steps)
 
 
-class _Recorder(PlannedLoop):
+class _OpRecorder(PlannedLoop):
     """A simulated training loop that records its ops, so that the schedule of any plan can be built from them.
 
     The recording has a marker wherever ops depend on the plan.
@@ -269,7 +269,7 @@ class _Recorder(PlannedLoop):
         last = self.boundary
         return self.begun[max(0, last - 1)], self.begun[last]
 
-    def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
+    def gradient_reduced(self, part: GradientPart, micro_step: int, after: int) -> None:
         added_to, boundary = micro_step > 0, micro_step == self.boundary
         self._mark(TapeEntry(What.GRADIENT, None, (), part, added_to, boundary), after)
 
@@ -402,7 +402,7 @@ class EbbtideLoop(PlannedLoop):
             held=footprint_by_kind(self.workload, self.plan),
         )
 
-    def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
+    def gradient_reduced(self, part: GradientPart, micro_step: int, after: int) -> None:
         left_out, subgroup = Wait.SUM if micro_step == 0 else Wait(0), part.subgroup
         if micro_step != self.boundary:
             left_out |= Wait.LAST

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from ebbtide.simulator import build_strategy, preset, simulate, workload_from_model
 from ebbtide.simulator.engines.reference import capacities
-from ebbtide.simulator.estimates.collectives import Layout
+from ebbtide.simulator.estimates.collectives import Topology
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +81,7 @@ def layouts(draw):
     size = st.integers(1, 9)
     pipeline = draw(st.integers(1, 4))
     stage = draw(st.integers(0, pipeline - 1))
-    return Layout(draw(size), draw(size), draw(size), pipeline, stage)
+    return Topology(draw(size), draw(size), draw(size), pipeline, stage)
 
 
 @settings(max_examples=300, deadline=None)

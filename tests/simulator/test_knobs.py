@@ -2,7 +2,7 @@
 
 import pytest
 from ebbtide.simulator.estimates.estimate import estimated
-from ebbtide.simulator.estimates.job import Job, Left
+from ebbtide.simulator.estimates.job import Job, NotAdvised
 from ebbtide.simulator.estimates.knobs import (
     BOUGHT_BESIDE,
     KNOBS,
@@ -21,7 +21,9 @@ WORST = {"recompute_share": 0.75, "kernels": "eager", "flash_attention": False, 
 
 
 def test_every_field_of_a_job_is_one_that_advice_changes_or_says_why_not():
-    left = {name for name, field in Job.model_fields.items() if any(isinstance(one, Left) for one in field.metadata)}
+    left = {
+        name for name, field in Job.model_fields.items() if any(isinstance(one, NotAdvised) for one in field.metadata)
+    }
     assert not set(KNOBS) & left
     assert {*KNOBS, *left} - set(BOUGHT_BESIDE) == set(Job.model_fields)
     same = {name for name, knob in KNOBS.items() if knob.effect == "same samples"}

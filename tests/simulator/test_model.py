@@ -9,7 +9,7 @@ import torch
 from ebbtide.simulator import ModelError, Plan, Quantity, architecture, build_schedule, preset, workload_from_model
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
-from ebbtide.simulator.estimates.compute import Device
+from ebbtide.simulator.estimates.compute import GpuSpeed
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.rank import (
@@ -388,7 +388,7 @@ def test_a_newer_version_of_flash_attention_computes_scores_faster():
     assert h100[2] < 0.6 * h100[0]
     assert forward_s("h100") == h100[1], "PyTorch's own attention is version 2"
     assert h100[0] > 1.1 * forward_s("h100"), "presets do not assume version 1"
-    stored, first = (Device.of(preset("h100"), 2, **given) for given in ({"flash": False}, {"flash_version": 1}))
+    stored, first = (GpuSpeed.of(preset("h100"), 2, **given) for given in ({"flash": False}, {"flash_version": 1}))
     assert stored.attention_flops_per_s == first.attention_flops_per_s
     assert forward_s("rtx4090", flash_version=2) == forward_s("rtx4090")
 

@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.simulator.analysis.best_setting import (
     FEW_MICRO_BATCHES,
     Compile,
-    Simulated,
+    StrategyResult,
     best_setting,
     compiled,
     simulated,
@@ -47,7 +47,7 @@ class Setting:
     zero_stage: int
     workload: Workload
     offload: Offloading
-    simulated: Simulated
+    simulated: StrategyResult
     lacking_bytes: int
 
     @property
@@ -98,7 +98,7 @@ class Alone:
         return best if apart else self.given
 
     @cached_property
-    def plain(self) -> tuple[Simulated, Workload]:
+    def plain(self) -> tuple[StrategyResult, Workload]:
         """Return training without offload, and its workload: at the fastest ZeRO stage if that is `best`, else at the
         job's own.
         """
@@ -106,7 +106,7 @@ class Alone:
             return self.best.simulated, self.best.workload
         return simulated("no_offload", self.workload, self.machine, self.limits, {}, self.compile_), self.workload
 
-    def beside(self, *, pinning: bool) -> Iterator[tuple[str, Simulated]]:
+    def beside(self, *, pinning: bool) -> Iterator[tuple[str, StrategyResult]]:
         """Yield simulations of the job's ZeRO stage with other settings than `given`, each with its name.
 
         They have the other ``offload_param.device`` or, if ``pinning`` is True, the other ``pin_memory``. If `given`
@@ -169,7 +169,7 @@ class Alone:
                 found.append(Setting(work.zero_stage, work, offload, one, self.limits.missing_bytes(one.result)))
         return found
 
-    def _run(self, work: Workload, offload: Offloading) -> Simulated:
+    def _run(self, work: Workload, offload: Offloading) -> StrategyResult:
         name, options = offload.strategy(work.zero_stage)
         return simulated(name, work, self.machine, self.limits, options, self.compile_)
 
@@ -256,7 +256,7 @@ class Row:
 
     role: Role
     label: str
-    simulated: Simulated
+    simulated: StrategyResult
     limits: Limits
     name: str = ""
     workload: Workload | None = None
@@ -378,10 +378,10 @@ def compare(
         spreads: True to give the plan, DeepSpeed alone and no offload their spreads.
     """
 
-    def run(name: str, **setting: Any) -> Simulated:
+    def run(name: str, **setting: Any) -> StrategyResult:
         return simulated(name, workload, machine, limits, setting, compile_)
 
-    def row(role: Role, one: Simulated) -> Row:
+    def row(role: Role, one: StrategyResult) -> Row:
         return Row(role, ", ".join(filter(None, [_LABELS[one.strategy], one.told()])), one, limits)
 
     alone = Alone(workload, machine, limits, compile_)

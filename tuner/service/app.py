@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from ebbtide.simulator.drawing import style_sheet
-from ebbtide.simulator.rules import Broken, RuleError, broken, shortened
+from ebbtide.simulator.rules import BrokenRule, RuleError, broken, shortened
 from ebbtide.tuner.service.pool import BusyError, InvalidError, WorkerError
 from ebbtide.tuner.service.resources import Service
 from ebbtide.tuner.service.responses import Health
@@ -146,7 +146,7 @@ def problem(status: int, *errors: dict[str, Any], **headers: str) -> JSONRespons
 def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
     """Return an entry for the service's error response: the key, the violated rule and the sent value."""
     # The value is shortened text, so that nothing harmful is sent back.
-    return Broken(key, rule, None if value is None else shortened(value))._asdict()
+    return BrokenRule(key, rule, None if value is None else shortened(value))._asdict()
 
 
 async def _unprocessable(request: Request, error: RequestValidationError) -> Response:
@@ -156,12 +156,12 @@ async def _unprocessable(request: Request, error: RequestValidationError) -> Res
 
 
 async def _invalid(request: Request, error: RuleError) -> Response:
-    rows = error.rows if isinstance(error, InvalidError) else (Broken(error.key, str(error)),)
+    rows = error.rows if isinstance(error, InvalidError) else (BrokenRule(error.key, str(error)),)
     sent = request.scope.get(SENT)
     return problem(422, *(_with_value(row, sent) for row in rows[:MOST_ERRORS]))
 
 
-def _with_value(row: Broken, sent: Any) -> dict[str, Any]:
+def _with_value(row: BrokenRule, sent: Any) -> dict[str, Any]:
     value = sent
     for part in row.key.split(".") if row.value is None and row.key else ():
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Self
 
-from ebbtide.simulator.rules import Broken, RuleError
+from ebbtide.simulator.rules import BrokenRule, RuleError
 from ebbtide.tuner.service.quota import Quota
 from ebbtide.tuner.service.worker import BROKEN, HEAD, INVALID, PROGRESS, TEXT
 
@@ -24,14 +24,14 @@ OnProgress = Callable[[dict[str, Any]], None]
 class InvalidError(RuleError):
     """An error: a request breaks rules."""
 
-    def __init__(self, rule: str, key: str = "", rows: Sequence[Broken] = ()) -> None:
+    def __init__(self, rule: str, key: str = "", rows: Sequence[BrokenRule] = ()) -> None:
         super().__init__(rule, key)
-        self.rows = tuple(rows) or (Broken(key, str(self)),)
+        self.rows = tuple(rows) or (BrokenRule(key, str(self)),)
 
     @classmethod
     def of(cls, payload: bytes) -> Self:
         """Build this error from a worker process's message, which is JSON and lists the rules that a request breaks."""
-        rows = [Broken(*row) for row in json.loads(payload)]
+        rows = [BrokenRule(*row) for row in json.loads(payload)]
         return cls("; ".join(row.told for row in rows), rows[0].key, rows)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import psutil
-from ebbtide.simulator.rules import Broken, RuleError, broken
+from ebbtide.simulator.rules import BrokenRule, RuleError, broken
 from pydantic import ValidationError
 
 HEAD = struct.Struct(">cI")
@@ -106,21 +106,21 @@ def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., Non
     except ValidationError as error:
         return _invalid(*broken(error, call["body"], request))
     except RuleError as error:
-        return _invalid(Broken(error.key, str(error)))
+        return _invalid(BrokenRule(error.key, str(error)))
     except MemoryError:
         rule = "accumulation, layers and subgroups must fit into a worker's memory, but take more: lower accumulation"
-        return _invalid(Broken("accumulation", rule, str(call["body"].get("accumulation"))))
+        return _invalid(BrokenRule("accumulation", rule, str(call["body"].get("accumulation"))))
     # Raised by a library, with a text that would not help the user.
     except (ValueError, ArithmeticError, RecursionError):
         traceback.print_exc()
         rule = "the numbers must stay within what can be computed, but these do not"
-        return _invalid(Broken("", rule))
+        return _invalid(BrokenRule("", rule))
     except Exception:  # reported to the client and in the log. The worker goes on
         traceback.print_exc()
         return BROKEN, b"an error of ebbtide's own, which the server's log tells"
 
 
-def _invalid(*rows: Broken) -> tuple[bytes, bytes]:
+def _invalid(*rows: BrokenRule) -> tuple[bytes, bytes]:
     return INVALID, json.dumps(rows).encode()
 
 

@@ -56,7 +56,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A part of a layer, such as a matrix or a norm, with its parameters.
 
     Attributes:
@@ -194,36 +194,36 @@ class DescribedArchitecture(Architecture):
 Width = Callable[[DescribedArchitecture], int]
 
 
-def _matrix(rows: Width, columns: Width, bias: str) -> Callable[[DescribedArchitecture], Part]:
-    def part(arch: DescribedArchitecture) -> Part:
+def _matrix(rows: Width, columns: Width, bias: str) -> Callable[[DescribedArchitecture], LayerPart]:
+    def part(arch: DescribedArchitecture) -> LayerPart:
         elements = rows(arch) * columns(arch)
         params = (elements, rows(arch)) if bias in arch.bias else (elements,)
         # The work of a bias is counted as if it were a product. It is a thousandth of the product's.
-        return Part(params, 2.0 * sum(params))
+        return LayerPart(params, 2.0 * sum(params))
 
     return part
 
 
-def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
-    return lambda arch: Part((width(arch),) * arch.norm_params, split=False)
+def _norm(width: Width) -> Callable[[DescribedArchitecture], LayerPart]:
+    return lambda arch: LayerPart((width(arch),) * arch.norm_params, split=False)
 
 
-def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    def part(arch: DescribedArchitecture) -> Part:
+def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], LayerPart]:
+    def part(arch: DescribedArchitecture) -> LayerPart:
         one = [elements for name in each for elements in PARTS[name](arch).params]
         params = [arch.experts * n for n in one] if fused else one * arch.experts
         per_token = max(1, arch.experts_per_token)
         flops = 2.0 * sum(one) * per_token
         modules = 0 if fused else len(each) * arch.experts
-        return Part(tuple(params), flops, experts=Experts(arch.experts, per_token, flops, modules))
+        return LayerPart(tuple(params), flops, experts=Experts(arch.experts, per_token, flops, modules))
 
     return part
 
 
-def _head(arch: DescribedArchitecture) -> Part:
+def _head(arch: DescribedArchitecture) -> LayerPart:
     weights = () if arch.tied else (arch.vocabulary * arch.hidden,)
     bias = (arch.vocabulary,) if "head" in arch.bias else ()
-    return Part((*weights, *bias), 2.0 * arch.vocabulary * arch.hidden)
+    return LayerPart((*weights, *bias), 2.0 * arch.vocabulary * arch.hidden)
 
 
 _hidden, _ffn, _shared_ffn = map(attrgetter, ("hidden", "ffn", "shared_ffn"))
@@ -235,13 +235,13 @@ _ONLY_WITH = {
 }
 
 # The parts that a block may consist of, by name.
-PARTS: dict[str, Callable[[DescribedArchitecture], Part]] = {
+PARTS: dict[str, Callable[[DescribedArchitecture], LayerPart]] = {
     "q": _matrix(_queries, _hidden, "qkv"),
     "k": _matrix(_keys, _hidden, "qkv"),
     "v": _matrix(_keys, _hidden, "qkv"),
     "qkv": _matrix(lambda arch: arch.queries + 2 * arch.keys, _hidden, "qkv"),
     "o": _matrix(_hidden, _queries, "out"),
-    "sinks": lambda arch: Part((arch.heads,)),
+    "sinks": lambda arch: LayerPart((arch.heads,)),
     "gate": _matrix(_ffn, _hidden, "mlp"),
     "up": _matrix(_ffn, _hidden, "mlp"),
     "gate_up": _matrix(lambda arch: 2 * arch.ffn, _hidden, "mlp"),
@@ -253,12 +253,12 @@ PARTS: dict[str, Callable[[DescribedArchitecture], Part]] = {
     "shared_gate": _matrix(_shared_ffn, _hidden, "mlp"),
     "shared_up": _matrix(_shared_ffn, _hidden, "mlp"),
     "shared_down": _matrix(_hidden, _shared_ffn, "mlp"),
-    "shared_router": lambda arch: Part((arch.hidden,), 2.0 * arch.hidden),
+    "shared_router": lambda arch: LayerPart((arch.hidden,), 2.0 * arch.hidden),
     "norm": _norm(_hidden),
     "head_norm": _norm(attrgetter("head_size")),
     "q_norm": _norm(_queries),
     "k_norm": _norm(_keys),
-    "tokens": lambda arch: Part((arch.vocabulary * arch.hidden,)),
-    "positions": lambda arch: Part((arch.positions * arch.hidden,) if arch.positions else (), split=False),
+    "tokens": lambda arch: LayerPart((arch.vocabulary * arch.hidden,)),
+    "positions": lambda arch: LayerPart((arch.positions * arch.hidden,) if arch.positions else (), split=False),
     "head": _head,
 }

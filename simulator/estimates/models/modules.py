@@ -66,7 +66,7 @@ def _built(text: str) -> Architecture:
             model = model_class(config).from_config(config)
         for one in (config, config.get_text_config()):
             one.allow_global_per_layer_attribute_access = True  # some layers have fewer heads
-        return _Reader(model, config).architecture(str(given.get("_name_or_path") or family))
+        return _ModuleReader(model, config).architecture(str(given.get("_name_or_path") or family))
     except ModelError:
         raise
     except Exception as error:  # the model's own code may raise any error
@@ -117,7 +117,7 @@ def built_from(module: Any) -> Architecture:
     tables = [m for m in module.modules() if isinstance(m, torch.nn.Embedding)]
     outputs = [p.shape[0] for p in held[-1] if p.ndim > 1]
     config = getattr(module, "config", None)
-    reader = _Reader(module, config if hasattr(config, "get_text_config") else None)
+    reader = _ModuleReader(module, config if hasattr(config, "get_text_config") else None)
     heads = reader._number(("num_attention_heads",)) or max(1, hidden // 64)
     # A model without an output matrix uses its first embedding.
     head = [p for p in held[-1] if p.ndim > 1] or [m.weight for m in tables[:1]]
@@ -196,7 +196,7 @@ def _check_size(config: Mapping[str, Any]) -> None:
                 raise ModelError(f"{key} must be at most {most}, but got {value}", key=f"model.{key}")
 
 
-class _Reader:
+class _ModuleReader:
     def __init__(self, model: Any, config: Any) -> None:
         self.model, self.whole = model, config
         # The settings of the language model, if the model has other parts too, such as for images.
