@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.fetches import Fetch, Fetches
 from ebbtide.runtime.zero.gathers import gate_gathers
@@ -121,7 +121,7 @@ class StockBench(Bench):
     def __init__(self, setting: Setting, **zero: Any) -> None:
         super().__init__(setting, **zero)
         self.device = PacedDevice(setting.rates())
-        self._lane = Lane("stock's gathers")
+        self._lane = LaneQueue("stock's gathers")
         self._kernels = kernels_of(self.engine, self.device)
         parameters = self.engine.module.parameters()
         self._restore = gate_gathers(parameters, lambda _: None, self._fetch)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ebbtide.runtime.devices.clock import Mark, Moment
-from ebbtide.runtime.devices.lane import Completion, Event, Lane
+from ebbtide.runtime.devices.lane import Completion, Event, LaneQueue
 from ebbtide.runtime.hardware.cores import BackwardThreads
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.step import UpdateStep
@@ -46,9 +46,9 @@ class Device:
     backward_threads = BackwardThreads()
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
-    def lanes(self) -> dict[LaneName, Lane]:
+    def lanes(self) -> dict[LaneName, LaneQueue]:
         """Start one worker for each lane of the optimizer update, and return a dict from lane name to worker."""
-        return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
+        return {name: LaneQueue(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
         """Release what the device holds for its lanes and buffers, such as CUDA streams and page-locked memory."""

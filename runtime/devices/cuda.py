@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from ebbtide.runtime.devices.base import DEVICE_LANES, HOST_LANES, Device
 from ebbtide.runtime.devices.clock import DeviceClock, Mark, Moment
-from ebbtide.runtime.devices.lane import Completion, Event, Lane
+from ebbtide.runtime.devices.lane import Completion, Event, LaneQueue
 from ebbtide.runtime.hardware.cores import BackwardThreads, bind, spared_cores, update_cores
 from ebbtide.runtime.hardware.pages import back, lock, own_pages, unlock
 from ebbtide.runtime.hardware.pci import address_of
@@ -50,8 +50,8 @@ class CudaDevice(Device):
         now.synchronize()
         self._clock = DeviceClock(now)
 
-    def lanes(self) -> dict[LaneName, Lane]:
-        lanes = {name: Lane(name.value, begin=self._begin_host_lane) for name in HOST_LANES}
+    def lanes(self) -> dict[LaneName, LaneQueue]:
+        lanes = {name: LaneQueue(name.value, begin=self._begin_host_lane) for name in HOST_LANES}
         current = torch.cuda.current_stream(self.index)
         for name, stream in self._streams.items():
             # Staging slots and resident state were allocated and written in the order of the current stream, and
@@ -59,7 +59,7 @@ class CudaDevice(Device):
             stream.wait_stream(current)
             # The training thread itself issues copies of gradients, because the rest of backward follows them.
             own = name not in (LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS)
-            lanes[name] = Lane(name.value, stream, _record_event, self._choose_gpu, own_thread=own)
+            lanes[name] = LaneQueue(name.value, stream, _record_event, self._choose_gpu, own_thread=own)
         return lanes
 
     def _choose_gpu(self) -> None:

@@ -99,7 +99,7 @@ class Completion:
         return self.issued.is_set() and (self.event is None or self.event.query())
 
 
-class Lane:
+class LaneQueue:
     """A lane: a queue of operations that run in order, on a thread of the lane or on the submitting thread.
 
     With a CUDA ``stream`` the thread only issues work to the stream. Without a stream the thread does the work

@@ -88,7 +88,7 @@ class Clock(Protocol):
 
 
 @dataclass
-class _Noted:
+class _OpenPass:
     kind: OpKind
     iteration: int
     begin: Moment
@@ -132,8 +132,8 @@ class WatchedPasses:
     def __init__(self, device: Clock) -> None:
         self._device = device
         self._stream: Any = None
-        self._noted: dict[tuple[OpKind, int], _Noted] = {}
-        self._now: _Noted | None = None
+        self._noted: dict[tuple[OpKind, int], _OpenPass] = {}
+        self._now: _OpenPass | None = None
 
     def begins(self, kind: OpKind, iteration: int) -> None:
         """Record the start of a forward, of a backward, or of the exchange of updated parameters among ranks.
@@ -147,7 +147,7 @@ class WatchedPasses:
             return
         # In hooks of backward, DeepSpeed's reduction stream is the current one.
         self._stream = next(iter(self._device.training_streams()), None)
-        self._now = self._noted[kind, iteration] = _Noted(kind, iteration, self._device.moment(self._stream))
+        self._now = self._noted[kind, iteration] = _OpenPass(kind, iteration, self._device.moment(self._stream))
         self._thread_runs()
 
     def ends(self, kind: OpKind) -> None:

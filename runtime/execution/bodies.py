@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 from ebbtide.runtime.execution.gradients import Segment
 from ebbtide.runtime.execution.subgroup_state import StagingSlot, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -207,7 +207,7 @@ class OpBodies:
     def __init__(
         self,
         device: Device,
-        lanes: Mapping[LaneName, Lane],
+        lanes: Mapping[LaneName, LaneQueue],
         states: Sequence[SubgroupState],
         rule: UpdateRule,
         threads: int,

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.clock import Mark
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 from ebbtide.runtime.execution.allocated import Allocated
 from ebbtide.runtime.execution.bodies import EarlyUpdate, OpBodies, StagedUpdate, SubgroupJob
 from ebbtide.runtime.execution.gradients import GradientOps
@@ -191,7 +191,7 @@ class Executor(IssuedOps):
         self._reads = dict[int, Completion]()  # the latest read of each stored subgroup
         self._begun = False
         # Last, because allocations above may fail, and then no code would end the lanes' threads.
-        self.lanes: dict[LaneName, Lane] = device.lanes()
+        self.lanes: dict[LaneName, LaneQueue] = device.lanes()
         self.gradients = GradientOps(device, self.lanes)
         self.bodies = OpBodies(device, self.lanes, states, rule, threads, store)
 

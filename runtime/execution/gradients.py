@@ -14,7 +14,7 @@ from typing import Generic, Self, TypeVar
 
 import torch
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
@@ -90,7 +90,7 @@ class GradientOps:
         latest: The most recently started copy from GPU to host memory. It may belong to any subgroup.
     """
 
-    def __init__(self, device: Device, lanes: Mapping[LaneName, Lane]) -> None:
+    def __init__(self, device: Device, lanes: Mapping[LaneName, LaneQueue]) -> None:
         self.parts: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_PARTS)
         self.latest: Completion | None = None
         self.before_op: Callable[[Op], None] | None = None  # called before each op. Tests inject faults and delays here

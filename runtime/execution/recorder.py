@@ -23,7 +23,7 @@ KEPT_SPANS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
+class _TimedPhase:
     """A phase of a training step, such as forward.
 
     Its begin and end are GPU events on the training stream. Without CUDA, they are times of the host's clock.
@@ -46,7 +46,7 @@ class Recorder:
     device: Device
     origin_s: float = field(default_factory=time.perf_counter)
     iteration: int = 0
-    _noted: deque[_Noted] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
+    _noted: deque[_TimedPhase] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
     _begun: dict[OpKind, Moment] = field(default_factory=dict)
     _issued: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
     _issue_began_s: float = 0.0
@@ -138,7 +138,7 @@ class Recorder:
             self.device.watched.ends(kind)
         begun = self._begun.pop(kind, None)
         if begun is not None:
-            self._noted.append(_Noted(kind, self.iteration, begun, self.device.moment()))
+            self._noted.append(_TimedPhase(kind, self.iteration, begun, self.device.moment()))
 
     def timeline(self, history: Iterable[StepRecord]) -> Timeline:
         """Return a measured timeline: the copies and updates of the given steps, and every forward, backward and

@@ -17,7 +17,7 @@ from typing import Any
 import hjson
 from ebbtide.runtime import log
 from ebbtide.runtime.frontdoor.hook import KEY, tell_no_key, tell_started
-from ebbtide.runtime.frontdoor.request import Request, read_request
+from ebbtide.runtime.frontdoor.request import EngineRequest, read_request
 from ebbtide.runtime.hardware.launcher import rank
 from ebbtide.runtime.zero.attach import initialize as initialize_under_plan
 from ebbtide.runtime.zero.checks.guard import leave_to_stock
@@ -63,7 +63,7 @@ def initialize(
 
 
 def _under(
-    original: Callable[..., Any], request: Request, config: dict[str, Any], options: dict[str, Any]
+    original: Callable[..., Any], request: EngineRequest, config: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
     if request.plan is None:
         from ebbtide.runtime.checkpoint import install

@@ -12,7 +12,7 @@ import torch
 from ebbtide.runtime.checkpoint.deepspeed.installation import call_after_step, is_pipeline
 from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.runtime.frontdoor.initialize import config_of, read, without_config
-from ebbtide.runtime.verify.lines import Job, Lines, number
+from ebbtide.runtime.verify.lines import Lines, RecordingSettings, number
 from ebbtide.runtime.zero.pieces import pieces
 from ebbtide.simulator.page import versions
 
@@ -20,7 +20,11 @@ OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_pa
 
 
 def initialize(
-    original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], job: Job, done: Callable[[], None]
+    original: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    job: RecordingSettings,
+    done: Callable[[], None],
 ) -> tuple[Any, Any, Any, Any]:
     """Build a DeepSpeed engine for one of the runs that `tune verify` compares, and record the run.
 
@@ -39,8 +43,8 @@ def initialize(
     facts = {"key": config.get(KEY) is not None, "offload": offloads(config), "config": _plain(config)}
     made = for_side(config, job.side)
     result = original(*args, **kwargs) if made is None else original(config=made, **without_config(call, source))
-    if getattr(result[0], "optimizer", None) is not None and not _Recorder.started:
-        _Recorder(result[0], job, facts, done)
+    if getattr(result[0], "optimizer", None) is not None and not _RunRecorder.started:
+        _RunRecorder(result[0], job, facts, done)
     return result
 
 
@@ -115,11 +119,11 @@ def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
     )
 
 
-class _Recorder:
+class _RunRecorder:
     started = False
 
-    def __init__(self, engine: Any, job: Job, facts: dict[str, Any], done: Callable[[], None]) -> None:
-        _Recorder.started = True
+    def __init__(self, engine: Any, job: RecordingSettings, facts: dict[str, Any], done: Callable[[], None]) -> None:
+        _RunRecorder.started = True
         about = {
             **facts,
             "side": job.side,

@@ -24,7 +24,7 @@ class RequestError(PlanError):
 
 
 @dataclass(frozen=True)
-class Request:
+class EngineRequest:
     """The parsed content of the key ``"ebbtide"`` in the config of one DeepSpeed engine.
 
     Attributes:
@@ -40,7 +40,7 @@ class Request:
     device: str = "auto"
 
 
-def read_request(value: Any, base: Path | None = None) -> Request:
+def read_request(value: Any, base: Path | None = None) -> EngineRequest:
     """Check and parse the value of the key ``"ebbtide"`` in a DeepSpeed config.
 
     Args:
@@ -65,7 +65,7 @@ def read_request(value: Any, base: Path | None = None) -> Request:
             f'"{KEY}" in DeepSpeed\'s config must have "plan", "checkpoint" or both, but got '
             f"{value!r}: to train with DeepSpeed alone, remove the key"
         )
-    return Request(_plan(value.get("plan"), base), _checkpoint(value.get("checkpoint")), _device(value))
+    return EngineRequest(_plan(value.get("plan"), base), _checkpoint(value.get("checkpoint")), _device(value))
 
 
 def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:

@@ -14,12 +14,12 @@ from ebbtide.runtime.checkpoint.format.manifest import block_hash
 from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, padded, view_at
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
-from ebbtide.runtime.storage.layout import Block, Layout
+from ebbtide.runtime.storage.layout import Layout, Stripe
 from ebbtide.runtime.storage.waiting import told_late
 from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers
 
 # A function that moves a block between memory (by address) and its file (by offset), and returns the block's hash.
-Move = Callable[[Block, int, int, Bounce], str]
+Move = Callable[[Stripe, int, int, Bounce], str]
 
 
 class BlockMover:
@@ -58,7 +58,7 @@ class BlockMover:
         hashes = [""] * len(blocks)
         transfer = Transfer(len(blocks))
 
-        def one(number: int, block: Block, bounce: Bounce) -> None:
+        def one(number: int, block: Stripe, bounce: Bounce) -> None:
             start = layout.start(block.drive, subgroup, extent) + block.offset
             hashes[number] = move(block, tensors[block.tensor].data_ptr() + block.begin, start, bounce)
 
@@ -67,7 +67,7 @@ class BlockMover:
         transfer.wait(f"subgroup {subgroup} in {self}", self._deadline_s)
         return hashes_of_tensors(blocks, hashes)
 
-    def _write_block(self, own: bool, block: Block, address: int, start: int, bounce: Bounce) -> str:
+    def _write_block(self, own: bool, block: Stripe, address: int, start: int, bounce: Bounce) -> str:
         if own or not _straight(block, address):
             ctypes.memset(bounce.address(), 0, padded(block.size_bytes))
             ctypes.memmove(bounce.address(), address, block.size_bytes)
@@ -78,7 +78,7 @@ class BlockMover:
         self.files[block.drive].write(data, start)
         return hashed
 
-    def _read_block(self, check: bool, block: Block, address: int, start: int, bounce: Bounce) -> str:
+    def _read_block(self, check: bool, block: Stripe, address: int, start: int, bounce: Bounce) -> str:
         straight = _straight(block, address)
         data = bounce.view(padded(block.size_bytes))
         if straight:
@@ -103,7 +103,7 @@ class BlockMover:
                 file.close()
 
 
-def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:
+def hashes_of_tensors(blocks: Sequence[Stripe], hashes: Sequence[str]) -> list[str]:
     """Return one hash for each tensor of a subgroup on the drives, in order, from the hashes of the tensor's blocks."""
     parts: dict[int, list[str]] = {}
     for block, hashed in zip(blocks, hashes, strict=True):
@@ -111,5 +111,5 @@ def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[st
     return [block_hash("".join(part).encode()) for part in parts.values()]
 
 
-def _straight(block: Block, address: int) -> bool:
+def _straight(block: Stripe, address: int) -> bool:
     return address % ALIGNMENT == 0 and block.size_bytes % ALIGNMENT == 0

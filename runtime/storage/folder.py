@@ -22,7 +22,7 @@ from ebbtide.runtime.checkpoint.protocol.inspect import Entry
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.pages import (
     CheckpointPage,
-    StepRecord,
+    CommittedStep,
     StepsPage,
     StorePage,
     read_checkpoint_page,
@@ -81,7 +81,7 @@ class Folders:
     def _steps(self) -> Path:
         return self._path(self._drives[0], STEPS)
 
-    def claim(self, wanted: StorePage) -> tuple[StorePage, list[StepRecord]]:
+    def claim(self, wanted: StorePage) -> tuple[StorePage, list[CommittedStep]]:
         """Open the store of optimizer state in these folders, and return its layout and its committed steps.
 
         If the store has no committed step, a new store replaces it.
@@ -152,7 +152,7 @@ class Folders:
             if steps and steps.steps and page and page.world_size != wanted.world_size:
                 _refuse(path.parent, "world_size", page.world_size, wanted.world_size)
 
-    def commit(self, nonce: str, steps: list[StepRecord]) -> None:
+    def commit(self, nonce: str, steps: list[CommittedStep]) -> None:
         """Replace the list of committed steps in a store of optimizer state, durably and by one rename of a file.
 
         Raises:
@@ -201,7 +201,7 @@ def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
         ) from error
 
 
-def step_of(page: CheckpointPage, files: Files) -> StepRecord:
+def step_of(page: CheckpointPage, files: Files) -> CommittedStep:
     """Return the description of a checkpoint's optimizer state on the drives: its places and its hashes.
 
     Raises:

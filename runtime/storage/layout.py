@@ -10,7 +10,7 @@ from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, padded
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Stripe:
     """A contiguous part of one tensor's state on one drive. The part starts at byte ``begin`` of the tensor.
 
     Attributes:
@@ -76,7 +76,7 @@ class Layout:
         """Return the byte offset in a drive's file at which the drive's part of an extent begins."""
         return self._starts[subgroup][drive] + extent * self.shares(subgroup)[drive]
 
-    def blocks(self, subgroup: int) -> Iterator[Block]:
+    def blocks(self, subgroup: int) -> Iterator[Stripe]:
         """Yield the contiguous parts of a subgroup's state on the drives, in the order of its tensors."""
         cuts, at = self.cuts(subgroup), 0
         for tensor, size_bytes in enumerate(self.sizes[subgroup]):
@@ -84,5 +84,5 @@ class Layout:
             edges |= {cut - at for cut in cuts if 0 < cut - at < size_bytes}
             for begin, end in pairwise(sorted(edges)):
                 drive = max(d for d, cut in enumerate(cuts[:-1]) if cut <= at + begin)
-                yield Block(tensor, begin, end - begin, drive, at + begin - cuts[drive])
+                yield Stripe(tensor, begin, end - begin, drive, at + begin - cuts[drive])
             at += padded(size_bytes)

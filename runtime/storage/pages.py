@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import count, takewhile
 from pathlib import Path
 
-from ebbtide.runtime.checkpoint.format.manifest import Hash, Page, parse, stored_name
+from ebbtide.runtime.checkpoint.format.manifest import Document, Hash, parse, stored_name
 from ebbtide.runtime.checkpoint.live_state import StoredTensor
 from pydantic import Field
 
 
-class StorePage(Page):
+class StorePage(Document):
     """A JSON document on each drive that describes the layout of a store of optimizer state.
 
     A later run can open the store only with the same layout.
@@ -32,7 +32,7 @@ class StorePage(Page):
     sizes: list[tuple[int, list[int]]]
 
 
-class ExtentRecord(Page):
+class ExtentRecord(Document):
     """The extent (place on the drives) that holds a subgroup's state of one step, with one hash per tensor."""
 
     subgroup: int
@@ -40,7 +40,7 @@ class ExtentRecord(Page):
     hashes: list[Hash]
 
 
-class StepRecord(Page):
+class CommittedStep(Document):
     """The entry of one committed optimizer step in a store that keeps optimizer state on drives.
 
     Attributes:
@@ -55,7 +55,7 @@ class StepRecord(Page):
     data: str = ""
 
 
-class StepsPage(Page):
+class StepsPage(Document):
     """The JSON document with the committed steps of a store of optimizer state, newest first.
 
     The document is replaced as a whole: one rename commits a step and drops the oldest one.
@@ -63,10 +63,10 @@ class StepsPage(Page):
 
     format: int = Field(1, ge=1)
     nonce: str
-    steps: list[StepRecord]
+    steps: list[CommittedStep]
 
 
-class CheckpointPage(Page):
+class CheckpointPage(Document):
     """A JSON document in a checkpoint that locates one rank's optimizer state on drives.
 
     Attributes:

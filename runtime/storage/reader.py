@@ -28,8 +28,8 @@ from ebbtide.runtime.storage.folder import EXTENTS, STORE, file_of, read_page, s
 from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import (
     CheckpointPage,
+    CommittedStep,
     ExtentRecord,
-    StepRecord,
     StorePage,
     read_checkpoint_page,
     stored_pages,
@@ -77,7 +77,7 @@ class StepReader:
             file.check()
         self._views: dict[int, View] = {}
 
-    def check_there(self) -> StepRecord:
+    def check_there(self) -> CommittedStep:
         """Check that the checkpoint's optimizer state is still on the drives, as `step_of` does."""
         return step_of(self._page, self._files)
 

@@ -18,10 +18,10 @@ from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.folder import Drive, Folders
 from ebbtide.runtime.storage.layout import Layout
-from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord, StorePage
+from ebbtide.runtime.storage.pages import CommittedStep, ExtentRecord, StorePage
 from ebbtide.runtime.storage.versions import Retention, Versions
 from ebbtide.runtime.storage.view import View, page_aligned
-from ebbtide.runtime.storage.waiting import Progress, Telling
+from ebbtide.runtime.storage.waiting import DriveProgress, Telling
 from ebbtide.simulator.plan import BLOCK_BYTES
 
 DEPTH = 4
@@ -68,13 +68,13 @@ class ExtentStore:
         verify_reads: bool = False,
         deadline_s: float = DEADLINE_S,
         files: Files | None = None,
-        stands: Callable[[StepRecord], bool] = lambda _: True,
-        protects: Callable[[StepRecord], bool] = lambda _: False,
+        stands: Callable[[CommittedStep], bool] = lambda _: True,
+        protects: Callable[[CommittedStep], bool] = lambda _: False,
     ) -> None:
         self.rank, self.directories = rank, [drive.directory for drive in drives]
         self._verify_reads, self._deadline_s = verify_reads, deadline_s
         self._retention = Retention(keep, stands, protects)
-        self._progress = Progress(deadline_s)
+        self._progress = DriveProgress(deadline_s)
         self._condition = self._progress.condition
         self._committing = threading.Lock()  # one commit at a time, because a manifest names all kept steps
         self._views: dict[int, View] = {}
@@ -290,7 +290,7 @@ class ExtentStore:
             self._versions.announced.pop(version, None)
             self._progress.made()
 
-    def prepare(self, version: int, step: int, name: str, data: str) -> StepRecord:
+    def prepare(self, version: int, step: int, name: str, data: str) -> CommittedStep:
         """Commit a version of the optimizer state on the drives. Keep all versions that were committed earlier.
 
         Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
@@ -306,7 +306,7 @@ class ExtentStore:
             with self._progress.failing():
                 extents = self._written(version)
                 self._blocks.sync()
-            record = StepRecord(step=step, name=name, extents=extents, data=data)
+            record = CommittedStep(step=step, name=name, extents=extents, data=data)
             self._name([record, *self._versions.steps])
             self.abandon(version)  # the step now protects the extents of the version
             return record
@@ -332,7 +332,7 @@ class ExtentStore:
             else:
                 self._name([s for s in self._versions.steps if s.name != name])
 
-    def _name(self, steps: list[StepRecord]) -> None:
+    def _name(self, steps: list[CommittedStep]) -> None:
         with self._progress.failing():
             self._folders.commit(self.nonce, steps)
         with self._condition:
@@ -354,12 +354,12 @@ class ExtentStore:
         return tuple(self._versions.unclaimed)
 
     @property
-    def steps(self) -> list[StepRecord]:
+    def steps(self) -> list[CommittedStep]:
         """Return the committed steps of optimizer state on the drives, newest first."""
         with self._condition:
             return list(self._versions.steps)
 
-    def restore(self, name: str = "") -> StepRecord:
+    def restore(self, name: str = "") -> CommittedStep:
         """Let training continue from the optimizer state that was committed to the drives at an earlier step.
 
         The state is not read now. The first read of each subgroup compares the subgroup's state with the hash that was

@@ -16,7 +16,7 @@ from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, dump, parse
 from ebbtide.runtime.checkpoint.live_state import StoredTensor
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.pages import CheckpointPage, StepRecord
+from ebbtide.runtime.storage.pages import CheckpointPage, CommittedStep
 from ebbtide.runtime.storage.reader import StepReader
 from ebbtide.runtime.storage.store import ExtentStore
 
@@ -153,12 +153,12 @@ class StoredStep:
             self.store.settle(self.nonce, committed=committed)
 
 
-def checkpoint_of(record: StepRecord) -> Path:
+def checkpoint_of(record: CommittedStep) -> Path:
     """Return the path of a checkpoint's folder. The folder may have been deleted."""
     return Path(json.loads(record.data)["checkpoint"])
 
 
-def stands(record: StepRecord) -> bool:
+def stands(record: CommittedStep) -> bool:
     """Return whether a checkpoint with optimizer state on drives still exists.
 
     Args:

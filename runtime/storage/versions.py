@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord
+from ebbtide.runtime.storage.pages import CommittedStep, ExtentRecord
 
 
 @dataclass
@@ -62,10 +62,10 @@ class Retention:
     """
 
     keep: int
-    stands: Callable[[StepRecord], bool]
-    protects: Callable[[StepRecord], bool]
+    stands: Callable[[CommittedStep], bool]
+    protects: Callable[[CommittedStep], bool]
 
-    def of(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
+    def of(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
         """Return the committed steps with optimizer state that stays on the drives, newest first.
 
         At most ``keep`` steps stay, and the newest step always stays. Steps without a checkpoint are dropped first,
@@ -92,11 +92,13 @@ class Versions:
             drives. Empty once this run has restored one of these checkpoints.
         adopted: Subgroups that were restored since the last call of `ExtentStore.take_adopted`.
         due: Number of the version that the last `tick` began, with new state of all subgroups. 0 after a restore.
-        passed_over: Names (`StepRecord.name`) of the committed steps that are newer than the restored step. The next
+        passed_over: Names (`CommittedStep.name`) of the committed steps that are newer than the restored step. The next
             commit drops these steps.
     """
 
-    def __init__(self, subgroups: Iterable[int], extents: int, steps: list[StepRecord], unclaimed: list[int]) -> None:
+    def __init__(
+        self, subgroups: Iterable[int], extents: int, steps: list[CommittedStep], unclaimed: list[int]
+    ) -> None:
         self.extents = extents
         self.subgroups: dict[int, Extents] = {}
         self.grow(subgroups)
@@ -173,12 +175,12 @@ class Versions:
             ExtentRecord(subgroup=s, extent=e, hashes=self.subgroups[s].hashes[e]) for s, e in found if e is not None
         ]
 
-    def not_passed_over(self) -> list[StepRecord]:
+    def not_passed_over(self) -> list[CommittedStep]:
         """Return the committed steps of the optimizer state on drives, without those that a restore has skipped."""
         # If training has resumed from one of the steps, the steps that were newer at that time are left out.
         return [s for s in self.steps if s.name not in self.passed_over]
 
-    def restore(self, record: StepRecord) -> None:
+    def restore(self, record: CommittedStep) -> None:
         """Make the optimizer state of a committed step the latest state on the drives.
 
         Steps that are newer than this step will be dropped at the next commit.

@@ -52,7 +52,7 @@ def told_late(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-class Progress:
+class DriveProgress:
     """A condition variable for threads that wait for a drive, with a deadline since the latest progress.
 
     The first failure ends all waits.

@@ -14,7 +14,7 @@ from ebbtide.runtime.hardware.background import free, native_work
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.waiting import Telling
 
-Job = Callable[["Bounce"], None]
+DriveJob = Callable[["Bounce"], None]
 END_S = 30.0  # time that a closing pool waits for its threads
 
 
@@ -45,7 +45,7 @@ class Transfer:
         self._error: BaseException | None = None
         self._progress_s = time.monotonic()
 
-    def run(self, job: Job, bounce: Bounce) -> None:
+    def run(self, job: DriveJob, bounce: Bounce) -> None:
         """Read or write one of the blocks of this transfer between host memory and a drive. A worker thread calls this
         method.
 
@@ -94,7 +94,7 @@ class Workers:
     """
 
     def __init__(self, name: str, depth: int, bounce_bytes: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Transfer, Job] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Transfer, DriveJob] | None] = queue.SimpleQueue()
         self._bounce_bytes = bounce_bytes
         self._threads = [
             threading.Thread(target=self._run, name=f"ebbtide {name} {i}", daemon=True) for i in range(depth)
@@ -102,7 +102,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, transfer: Transfer, job: Job) -> None:
+    def submit(self, transfer: Transfer, job: DriveJob) -> None:
         self._queue.put((transfer, job))
 
     def _run(self) -> None:

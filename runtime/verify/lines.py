@@ -20,7 +20,7 @@ VARIABLE = "EBBTIDE_VERIFY"
 
 
 @dataclass(frozen=True)
-class Job:
+class RecordingSettings:
     """The settings of `tune verify` that every process of a recorded training run gets.
 
     Attributes:
@@ -37,9 +37,9 @@ class Job:
     strict: bool = False
 
 
-def current_job() -> Job:
+def current_job() -> RecordingSettings:
     """Return the settings of `tune verify` for this process, from the environment variable that `tune verify` sets."""
-    return Job(**json.loads(os.environ[VARIABLE]))
+    return RecordingSettings(**json.loads(os.environ[VARIABLE]))
 
 
 @dataclass(frozen=True)

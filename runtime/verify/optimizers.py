@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.hardware.launcher import rank, world_size
-from ebbtide.runtime.verify.lines import Job, Lines, Piece, current_job, number
+from ebbtide.runtime.verify.lines import Lines, Piece, RecordingSettings, current_job, number
 
 _watching: "list[_Watch]" = []
 
@@ -28,7 +28,7 @@ def leave() -> None:
 
 
 class _Watch:
-    def __init__(self, job: Job, done: Callable[[], None]) -> None:
+    def __init__(self, job: RecordingSettings, done: Callable[[], None]) -> None:
         from torch.optim import optimizer
 
         self._job, self._done = job, done

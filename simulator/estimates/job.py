@@ -155,8 +155,8 @@ _BUFFER, _GATHERS = (
 class Job(BaseModel):
     """A training job: a model and its training settings.
 
-    Each field says how users give it (`Asked`), and why no advice changes it if so (`NotAdvised`). The flags of ``tune``,
-    the fields of requests to the planning service and the tests of all of them follow from this class.
+    Each field says how users give it (`Asked`), and why no advice changes it if so (`NotAdvised`). The flags of
+    ``tune``, the fields of requests to the planning service and the tests of all of them follow from this class.
 
     Attributes:
         architecture: Model that is trained.

@@ -21,7 +21,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from ebbtide.runtime import attach
 from ebbtide.runtime.devices.choice import EmulatedDevice
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 from ebbtide.runtime.zero.attach import session_of
 from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.simulator import Plan
@@ -44,11 +44,11 @@ class IssuingDevice(EmulatedDevice):
     the events take no time of a driver.
     """
 
-    def lanes(self) -> dict[LaneName, Lane]:
+    def lanes(self) -> dict[LaneName, LaneQueue]:
         lanes = super().lanes()
         for name in (LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS):
             lanes[name].close()
-            lanes[name] = Lane(name.value, _Stream(), lambda _: _Event(), own_thread=False)
+            lanes[name] = LaneQueue(name.value, _Stream(), lambda _: _Event(), own_thread=False)
         return lanes
 
     def current_event(self) -> "_Event":

@@ -19,7 +19,7 @@ from ebbtide.runtime.checkpoint.format.safe_load import load_file
 from ebbtide.runtime.checkpoint.format.skeleton import PlannedFile, lay_out
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
-from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.stream.job import BackgroundSave
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter, Pace
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.choice import EmulatedDevice
@@ -161,7 +161,7 @@ class PlainEngine:
         self.micro = 0
         self.session.stepped()
 
-    def save(self, folder: Path, tag: str, bytes_per_s: float | None = None) -> Job:
+    def save(self, folder: Path, tag: str, bytes_per_s: float | None = None) -> BackgroundSave:
         """Save a checkpoint while training continues. The returned job tells when it is committed."""
         self.publish()
         attempt = Attempt(folder, tag, uuid.uuid4().hex, self.steps, rank=0, world_size=1)
@@ -181,7 +181,7 @@ class PlainEngine:
             progress_deadline_s=plan.deadline_s,
             turns=self.live.turns,
         )
-        job = Job(attempt, commit, writer, self.live, files, keep=0)
+        job = BackgroundSave(attempt, commit, writer, self.live, files, keep=0)
         job.start()
         return job
 

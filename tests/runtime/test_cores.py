@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 from ebbtide.runtime.execution.allocated import threads_of
 from ebbtide.runtime.hardware import cores
 from ebbtide.runtime.hardware.launcher import VARIABLES, local_ranks
@@ -189,7 +189,7 @@ def test_the_kernels_notation():
 def test_a_lane_is_bound_and_the_training_thread_is_not():
     before = os.sched_getaffinity(0)
     core = max(before)
-    lane = Lane("bound", begin=lambda: cores.bind([core]))
+    lane = LaneQueue("bound", begin=lambda: cores.bind([core]))
     seen, done = [], Completion()
     lane.submit(lambda: seen.append((os.sched_getaffinity(0), threading.get_ident())), [], done)
     done.wait_host()

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 from ebbtide.runtime.devices import lane as lane_module
-from ebbtide.runtime.devices.lane import BackgroundError, Completion, Lane
+from ebbtide.runtime.devices.lane import BackgroundError, Completion, LaneQueue
 
 
 @pytest.fixture
 def lane():
-    made = Lane("test")
+    made = LaneQueue("test")
     yield made
     made.close()
 
@@ -26,7 +26,7 @@ def test_ops_run_in_the_order_of_submission(lane):
 
 
 def test_an_op_waits_for_what_it_is_told_to(lane):
-    other, begun = Lane("other"), threading.Event()
+    other, begun = LaneQueue("other"), threading.Event()
     release, first, second = threading.Event(), Completion("first"), Completion("second")
     other.submit(lambda: release.wait(10), [], first)
     lane.submit(begun.set, [first], second)
@@ -39,7 +39,7 @@ def test_an_op_waits_for_what_it_is_told_to(lane):
 
 
 def test_the_first_failure_reaches_everybody_as_itself(lane):
-    other = Lane("other")
+    other = LaneQueue("other")
     failed, behind, elsewhere = Completion("failed"), Completion("behind"), Completion("elsewhere")
 
     def fail():
@@ -94,7 +94,7 @@ def test_the_cause_stands_in_the_errors_own_line(lane):
 @pytest.mark.parametrize("own_thread", [True, False])
 def test_a_closed_lane_fails_what_is_submitted_to_it(own_thread):
     # An op that is submitted after the end of its lane fails, so that nothing waits for it for ever.
-    lane, late, ran = Lane("late", own_thread=own_thread), Completion("op"), []
+    lane, late, ran = LaneQueue("late", own_thread=own_thread), Completion("op"), []
     lane.close()
     lane.submit(lambda: ran.append(1), [], late)
     assert late.issued.is_set()

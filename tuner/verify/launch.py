@@ -45,7 +45,7 @@ class NotDeterministicError(VerifyError):
 class Side:
     """A kind of run in ``tune verify``, given by the changes to the training command, such as training without offload.
 
-    The fields are those of `ebbtide.runtime.verify.lines.Job`.
+    The fields are those of `ebbtide.runtime.verify.lines.RecordingSettings`.
     """
 
     name: str

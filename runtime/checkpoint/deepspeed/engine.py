@@ -27,9 +27,9 @@ from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.safe_load import load_file
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.protocol.commit import GRACE_S, OUTCOME_GRACE_S, Attempt
-from ebbtide.runtime.checkpoint.protocol.peers import Peers, Verdict
+from ebbtide.runtime.checkpoint.protocol.peers import Agreement, Peers
 from ebbtide.runtime.checkpoint.protocol.rotation import Note
-from ebbtide.runtime.checkpoint.stream.job import Job, Report
+from ebbtide.runtime.checkpoint.stream.job import BackgroundSave, SaveReport
 from ebbtide.runtime.checkpoint.trainers import deleted_first, trainers_folder
 from ebbtide.runtime.checkpoint.trainers.bystanders import (
     foreign_trainer,
@@ -71,7 +71,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = "LazyCheckpointEngine"
         self.client_state: Callable[[], dict[str, Any]] = dict
-        self.last: Report | None = None
+        self.last: SaveReport | None = None
         self._engine = weakref.proxy(engine)
         self._plan = plan
         self._plan_digest = plan_digest
@@ -80,8 +80,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._peers = Peers(plan.deadline_s)
         self._means = Means.reserve(plan, live, self._files, block_bytes)
         self._loading = Loading(self._engine, live, self._peers, restore_random=plan.restore_random)
-        self._job: Job | None = None
-        self._told: Job | None = None  # the failed job whose error was logged
+        self._job: BackgroundSave | None = None
+        self._told: BackgroundSave | None = None  # the failed job whose error was logged
         self._save: Save | None = None  # set while save_checkpoint runs
         self._note: Note | None = None  # note of the last save, while its trainer still writes to the folder
         self._saved: tuple[Any, ...] = ()  # the arguments of the last save
@@ -114,7 +114,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         if every and self._plan.dir and global_step > 0 and global_step % every == 0:
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
 
-    def wait(self) -> Report | None:
+    def wait(self) -> SaveReport | None:
         """Wait until the checkpoint in progress is committed.
 
         Return a report of the last committed checkpoint with its bytes and wait times, or None if there is none.
@@ -177,7 +177,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         finally:
             self._drop_note()
 
-    def _report(self, job: Job) -> None:
+    def _report(self, job: BackgroundSave) -> None:
         if job.report is not None:
             self.last = job.report
         if job.failure is not None and not job.cancelled:
@@ -241,7 +241,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._saved = state
         return True
 
-    def _begin(self, folder: Path, name: str) -> Verdict | None:
+    def _begin(self, folder: Path, name: str) -> Agreement | None:
         verdict = self._agree_to_begin(str(folder / name))
         if verdict.running:
             logger.info(
@@ -310,7 +310,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         # at that moment only if ebbtide wraps `deepspeed.initialize`.
         return mode == "auto" or not hasattr(deepspeed.initialize, "_ebbtide_original")
 
-    def _agree_to_begin(self, target: str) -> Verdict:
+    def _agree_to_begin(self, target: str) -> Agreement:
         if self.running and self._plan.busy == "replace":
             assert self._job is not None
             self._job.cancel()
@@ -405,7 +405,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self._loading.load(original, load_dir, tag, options)
 
 
-def _failed(job: Job) -> str:
+def _failed(job: BackgroundSave) -> str:
     became = (
         "failed in the background and was not committed"
         if job.report is None
@@ -433,7 +433,7 @@ def _unwritable(attempt: Attempt, error: OSError) -> str:
     )
 
 
-def _over(job: Job) -> None:
+def _over(job: BackgroundSave) -> None:
     # If two engines save together, the last one to commit settles deletions, which concern the state of both.
     if job.failure is not None or not others_in_flight(job):
         deleted_first.settle(committed=job.failure is None)

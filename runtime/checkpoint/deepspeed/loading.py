@@ -28,7 +28,7 @@ from ebbtide.runtime.checkpoint.protocol.folders import (
     recover_replaced,
     siblings,
 )
-from ebbtide.runtime.checkpoint.protocol.inspect import Problem, verify
+from ebbtide.runtime.checkpoint.protocol.inspect import FileProblem, verify
 from ebbtide.runtime.checkpoint.protocol.peers import Peers
 from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
 
@@ -81,7 +81,7 @@ def committed_at(candidate: Committed) -> float:
 
 def newest_whole(
     directories: Sequence[Path],
-    check: Callable[[Path, str], list[Problem]] = verify,
+    check: Callable[[Path, str], list[FileProblem]] = verify,
     when: Callable[[Committed], float] = lambda candidate: candidate.manifest.sequence,
 ) -> Committed | None:
     """Return the newest checkpoint that passes verification, among the checkpoints of several folders.
@@ -159,12 +159,12 @@ class Resumption:
             return f"it has no file {GLOBAL_NAME}: it was never committed, or was damaged later"
         return ""  # DeepSpeed's own checkpoint, which has no sign that it is complete
 
-    def _problems(self, directory: Path, tag: str) -> list[Problem]:
+    def _problems(self, directory: Path, tag: str) -> list[FileProblem]:
         share = (self._peers.rank, self._peers.world_size)
         problems = verify(directory, tag, share=share, needed=self._needed)
         missing = self._stored_problem(directory / tag)
         if missing:
-            problems.append(Problem(stored_name(self._peers.rank), missing))
+            problems.append(FileProblem(stored_name(self._peers.rank), missing))
         return self._peers.concat(problems)
 
     def _advice(self, load_dir: Path) -> str:

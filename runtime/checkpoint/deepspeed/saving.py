@@ -17,7 +17,7 @@ from ebbtide.runtime.checkpoint.format.plain_data import tensors_of
 from ebbtide.runtime.checkpoint.format.skeleton import PlannedFile, lay_out, plain
 from ebbtide.runtime.checkpoint.live_state import AnnouncedStep, LiveState, StoredTensor
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit, Deferred
-from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.stream.job import BackgroundSave
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter, Pace
 from ebbtide.simulator.plan import CheckpointPlan
 
@@ -105,7 +105,7 @@ class Save:
         self._planned.append(PlannedFile(Path(stored_name(attempt.rank)), page))
         return step
 
-    def make_job(self, when_over: Callable[[Job], None]) -> Job:
+    def make_job(self, when_over: Callable[[BackgroundSave], None]) -> BackgroundSave:
         """Build the background job that writes the files added to the checkpoint so far. The job is not started."""
         means, attempt, plan = self._means, self.attempt, self._means.plan
         for planned in self._planned:
@@ -123,7 +123,7 @@ class Save:
             turns=means.live.turns,
             direct=not self._in_place,
         )
-        job = Job(
+        job = BackgroundSave(
             attempt,
             self.commit,
             writer,

@@ -46,13 +46,13 @@ Inside = Annotated[str, AfterValidator(_inside)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class Page(BaseModel):
+class Document(BaseModel):
     """A JSON document in a checkpoint or in a store of optimizer state. `dump` writes it, `parse` reads it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class FileRecord(Page):
+class FileRecord(Document):
     """A manifest's entry for one file: its length, and the hash of each of its blocks of ``block_bytes``, in order."""
 
     path: Inside
@@ -71,7 +71,7 @@ class FileRecord(Page):
         return self
 
 
-class RankManifest(Page):
+class RankManifest(Document):
     """A rank's manifest, which is its vote for the checkpoint's commit: every file listed here is on disk.
 
     Attributes:
@@ -90,13 +90,13 @@ class RankManifest(Page):
     files: list[FileRecord]
 
 
-class RankSeal(Page):
+class RankSeal(Document):
     path: Inside
     size_bytes: int = Field(ge=0)
     hash: Hash
 
 
-class GlobalManifest(Page):
+class GlobalManifest(Document):
     """The global manifest of a checkpoint, which is written last. A folder that has one is a complete checkpoint.
 
     Attributes:
@@ -125,20 +125,20 @@ class GlobalManifest(Page):
         return self
 
 
-PageT = TypeVar("PageT", bound=Page)
+PageT = TypeVar("PageT", bound=Document)
 
 
-def dump(page: Page) -> bytes:
-    """Return the bytes of the file for a manifest or another `Page`: the JSON text, then its hash."""
+def dump(page: Document) -> bytes:
+    """Return the bytes of the file for a manifest or another `Document`: the JSON text, then its hash."""
     body = page.model_dump_json()
     return f'{{"body":{body},"xxh3_128":"{block_hash(body.encode())}"}}\n'.encode()
 
 
 def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
-    """Parse a manifest or another `Page` (a JSON document) from the bytes that `dump` wrote.
+    """Parse a manifest or another `Document` (a JSON document) from the bytes that `dump` wrote.
 
     Raises:
-        ManifestError: The bytes are incomplete, altered, of a newer format, or not a `Page` of this kind.
+        ManifestError: The bytes are incomplete, altered, of a newer format, or not a `Document` of this kind.
     """
     if len(data) > MAX_BYTES:
         raise ManifestError(f"{name} must be at most {MAX_BYTES} bytes, but has {len(data)}")

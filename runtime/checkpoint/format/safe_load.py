@@ -148,7 +148,7 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor]) -> 
         return torch.load(path, map_location="cpu", weights_only=True)
     if held_elsewhere:
         tree.pop(ON_STORAGE, None)
-    reader = _Reader(path)
+    reader = _TensorReader(path)
     real = {key: _elsewhere(path, *one, into) for key, one in held_elsewhere.items()}
     for where, fake in fakes:
         if isinstance(fake, FakeTensor):
@@ -182,7 +182,7 @@ def _hides_tensors(path: Path, fakes: list[tuple[tuple[Any, ...], Any]]) -> bool
     return sum(name.startswith("data/") for name in records) > len(known)
 
 
-class _Reader:
+class _TensorReader:
     """A reader of a checkpoint file that first collects the tensors to read, then reads them with several threads."""
 
     def __init__(self, path: Path) -> None:

@@ -265,7 +265,7 @@ class BlockPiece:
 
 
 @dataclass
-class Block:
+class FileBlock:
     """One block of one file of a checkpoint in progress. The lock of the checkpoint's writer guards its state.
 
     Attributes:
@@ -327,15 +327,15 @@ class PlannedFile:
     layout: FileLayout
 
 
-def cut(files: Sequence[PlannedFile], block_bytes: int) -> list[Block]:
+def cut(files: Sequence[PlannedFile], block_bytes: int) -> list[FileBlock]:
     """Divide the files of a checkpoint into blocks. Return all blocks in a list, file by file, by position in it."""
-    blocks: list[Block] = []
+    blocks: list[FileBlock] = []
     for number, planned in enumerate(files):
         blocks.extend(_cut_file(number, planned.layout, block_bytes))
     return blocks
 
 
-def _cut_file(file: int, layout: FileLayout, block_bytes: int) -> Iterable[Block]:
+def _cut_file(file: int, layout: FileLayout, block_bytes: int) -> Iterable[FileBlock]:
     extents, first = layout.extents, 0
     for start in range(0, layout.size_bytes, block_bytes):
         end = min(start + block_bytes, layout.size_bytes)
@@ -348,4 +348,4 @@ def _cut_file(file: int, layout: FileLayout, block_bytes: int) -> Iterable[Block
             pieces.append(BlockPiece(begin - start, extent.source, begin - extent.offset, stop - begin))
             at += 1
         subgroups = frozenset(p.source.subgroup for p in pieces if p.source.subgroup is not None)
-        yield Block(file, start, end - start, tuple(pieces), subgroups)
+        yield FileBlock(file, start, end - start, tuple(pieces), subgroups)

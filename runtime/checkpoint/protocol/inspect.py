@@ -20,7 +20,7 @@ from ebbtide.runtime.checkpoint.format.manifest import (
 )
 from ebbtide.runtime.checkpoint.protocol.folders import Committed, committed, damaged, named_latest, prune, renamed
 
-__all__ = ["Entry", "Problem", "list_checkpoints", "prune", "verify"]
+__all__ = ["Entry", "FileProblem", "list_checkpoints", "prune", "verify"]
 
 READERS = 4  # threads that read the files of one checkpoint
 
@@ -40,7 +40,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Problem:
+class FileProblem:
     """A problem with one file of a checkpoint, such as damage or absence."""
 
     path: str
@@ -79,7 +79,7 @@ def _seen(found: Committed, whole: str = "committed") -> str:
 
 def verify(
     directory: str | Path, tag: str, *, share: tuple[int, int] = (0, 1), needed: Callable[[str], bool] = lambda _: True
-) -> list[Problem]:
+) -> list[FileProblem]:
     """Read a checkpoint and compare every byte with its manifest. Return the problems, or an empty list.
 
     The folder may have been renamed since the checkpoint was committed.
@@ -102,7 +102,7 @@ def verify(
     try:
         page = parse((folder / GLOBAL_NAME).read_bytes(), GlobalManifest, GLOBAL_NAME)
     except (OSError, ManifestError) as error:
-        return [Problem(GLOBAL_NAME, str(error))]
+        return [FileProblem(GLOBAL_NAME, str(error))]
     problems, records = _check_ranks(folder, page)
     mine = [record for record in records if needed(record.path)][share[0] :: share[1]]
     with ThreadPoolExecutor(READERS) as pool:
@@ -111,7 +111,7 @@ def verify(
     return problems
 
 
-def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], list[FileRecord]]:
+def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[FileProblem], list[FileRecord]]:
     problems, records = [], []
     for rank, seal in enumerate(page.ranks):
         try:
@@ -128,32 +128,32 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
                 )
             records.extend(manifest.files)
         except (OSError, ManifestError) as error:
-            problems.append(Problem(seal.path, str(error)))
+            problems.append(FileProblem(seal.path, str(error)))
     return problems, records
 
 
-def _check_size(folder: Path, record: FileRecord) -> list[Problem]:
+def _check_size(folder: Path, record: FileRecord) -> list[FileProblem]:
     try:
         size = (folder / record.path).stat().st_size
     except OSError as error:
-        return [Problem(record.path, f"the file cannot be read: {error.strerror}")]
+        return [FileProblem(record.path, f"the file cannot be read: {error.strerror}")]
     if size == record.size_bytes:
         return []
-    return [Problem(record.path, f"must have {record.size_bytes} bytes, but has {size}")]
+    return [FileProblem(record.path, f"must have {record.size_bytes} bytes, but has {size}")]
 
 
-def _check_file(folder: Path, record: FileRecord) -> list[Problem]:
+def _check_file(folder: Path, record: FileRecord) -> list[FileProblem]:
     try:
         return _check_size(folder, record) or list(_differing(folder, record))
     except OSError as error:
-        return [Problem(record.path, f"the file cannot be read: {error.strerror}")]
+        return [FileProblem(record.path, f"the file cannot be read: {error.strerror}")]
 
 
-def _differing(folder: Path, record: FileRecord) -> Iterator[Problem]:
+def _differing(folder: Path, record: FileRecord) -> Iterator[FileProblem]:
     with (folder / record.path).open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(record.block_bytes))
         for number, expected in enumerate(record.hashes):
             start = number * record.block_bytes
             count = Files().read_into(file.fileno(), buffer, start)
             if block_hash(buffer[:count]) != expected:
-                yield Problem(record.path, f"bytes {start} to {start + count} of the file were altered")
+                yield FileProblem(record.path, f"bytes {start} to {start + count} of the file were altered")

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Agreement:
     """The result of the ranks' agreement at the start of a save, identical on every rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class Peers:
         if self.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
 
-    def agree(self, *, running: bool, failure: str, target: str) -> Verdict:
+    def agree(self, *, running: bool, failure: str, target: str) -> Agreement:
         """Exchange the status of all ranks at the start of a save. Return the combined status, which all ranks share.
 
         Args:
@@ -58,7 +58,7 @@ class Peers:
             failure: This rank's error. Empty if it has none.
         """
         every = self._gather((secrets.token_hex(6), running, failure, target))
-        return Verdict(
+        return Agreement(
             nonce=every[0][0],
             running=any(r for _, r, _, _ in every),
             failure=next((f"rank {i}: {f}" for i, (_, _, f, _) in enumerate(every) if f), ""),

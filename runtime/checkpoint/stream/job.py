@@ -17,7 +17,7 @@ from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveReport:
     """The cost of a finished checkpoint, in bytes and seconds.
 
     Attributes:
@@ -35,7 +35,7 @@ class Report:
     persist_s: float
 
 
-class Job:
+class BackgroundSave:
     """A background job that writes and commits one checkpoint on its own thread.
 
     Several threads use a job: its own, that of the training loop (`wait`, `cancel`), and those of optimizer updates,
@@ -56,7 +56,7 @@ class Job:
     ) -> None:
         self.attempt = attempt
         self.failure: BaseException | None = None
-        self.report: Report | None = None
+        self.report: SaveReport | None = None
         self.stall_s = 0.0
         self._commit = commit
         self._writer = writer
@@ -151,7 +151,7 @@ class Job:
                 self._files.point("placed")
                 self._commit.make_durable(records, self._durably)
             self._commit.close(committed=True)
-            self.report = Report(
+            self.report = SaveReport(
                 self.attempt.tag,
                 self.attempt.step,
                 sum(r.size_bytes for r in records),

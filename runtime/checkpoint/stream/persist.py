@@ -13,7 +13,7 @@ from ebbtide.runtime.checkpoint.errors import Cancelled, CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import FileRecord, block_hash
 from ebbtide.runtime.checkpoint.format.memory import Slots, view_at
-from ebbtide.runtime.checkpoint.format.skeleton import Block, PlannedFile, State, cut
+from ebbtide.runtime.checkpoint.format.skeleton import FileBlock, PlannedFile, State, cut
 from ebbtide.simulator.plan import READY_BLOCKS
 
 NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
@@ -190,8 +190,8 @@ class BlockWriter:
         self.copied_bytes = 0  # bytes copied because an update came before the write
         self.waited_s = 0.0  # time that updates waited for copies and for the disk
 
-    def _queue(self, turns: dict[int, int]) -> dict[int, deque[Block]]:
-        queues: dict[int, deque[Block]] = {}
+    def _queue(self, turns: dict[int, int]) -> dict[int, deque[FileBlock]]:
+        queues: dict[int, deque[FileBlock]] = {}
         for block in self._blocks:
             for subgroup in block.subgroups or (_LAST,):
                 queues.setdefault(subgroup, deque()).append(block)
@@ -238,15 +238,15 @@ class BlockWriter:
         with self._condition:
             self.waited_s += time.monotonic() - begin
 
-    def _queues_of(self, subgroup: int) -> list[Block]:
+    def _queues_of(self, subgroup: int) -> list[FileBlock]:
         with self._condition:
             return list(self._queues.get(subgroup, ()))
 
     @staticmethod
-    def _free_of(block: Block) -> bool:
+    def _free_of(block: FileBlock) -> bool:
         return block.state is State.DONE or (block.slot is not None and block.state is not State.COPYING)
 
-    def _release_block(self, block: Block, subgroup: int, *, patient: bool) -> None:
+    def _release_block(self, block: FileBlock, subgroup: int, *, patient: bool) -> None:
         slot = self._claim(block, subgroup, patient=patient)
         if slot is None:
             return
@@ -267,7 +267,7 @@ class BlockWriter:
             self._condition.notify_all()
         self._files.point("copied_on_update")
 
-    def _claim(self, block: Block, subgroup: int, *, patient: bool) -> int | None:
+    def _claim(self, block: FileBlock, subgroup: int, *, patient: bool) -> int | None:
         with self._condition:
             self._urgent[subgroup] = self._urgent.get(subgroup, 0) + 1
             self._progress_s = time.monotonic()
@@ -316,12 +316,12 @@ class BlockWriter:
                 self._fail(error)
                 return
 
-    def _put_back(self, block: Block) -> None:
+    def _put_back(self, block: FileBlock) -> None:
         with self._condition:
             block.state = State.PENDING
             self._condition.notify_all()
 
-    def _next(self) -> Block | None:
+    def _next(self) -> FileBlock | None:
         with self._condition:
             while self._failure is None:
                 for subgroup in [*self._urgent, *self._queues]:
@@ -335,7 +335,7 @@ class BlockWriter:
             return None
 
     @staticmethod
-    def _pop(queue: deque[Block] | None) -> Block | None:
+    def _pop(queue: deque[FileBlock] | None) -> FileBlock | None:
         while queue:
             block = queue[0]
             if block.state is State.PENDING:
@@ -346,7 +346,7 @@ class BlockWriter:
             return next((b for b in queue if b.state is State.PENDING), None)
         return None
 
-    def _write(self, block: Block) -> None:
+    def _write(self, block: FileBlock) -> None:
         self._pace.wait(block.size_bytes, lambda: bool(self._urgent) or self._failure is not None)
         address, bounce = block.direct_address, None
         if address is None:
@@ -362,7 +362,7 @@ class BlockWriter:
             if bounce is not None:
                 self._bounce.give(bounce)
 
-    def _in_turn(self, block: Block, data: memoryview) -> None:
+    def _in_turn(self, block: FileBlock, data: memoryview) -> None:
         if not self._at_disk.acquire(blocking=False) and not self._waited_for_the_disk(block):
             return
         try:
@@ -371,7 +371,7 @@ class BlockWriter:
         finally:
             self._at_disk.release()
 
-    def _waited_for_the_disk(self, block: Block) -> bool:
+    def _waited_for_the_disk(self, block: FileBlock) -> bool:
         with self._condition:
             block.state, slot = State.READY, block.slot
             self._condition.notify_all()
@@ -386,7 +386,7 @@ class BlockWriter:
             self._at_disk.release()
         return mine
 
-    def _finish(self, block: Block) -> None:
+    def _finish(self, block: FileBlock) -> None:
         with self._condition:
             block.state = State.DONE
             slot, block.slot = block.slot, None

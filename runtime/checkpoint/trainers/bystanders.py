@@ -24,7 +24,7 @@ from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, settle_below
 from ebbtide.runtime.checkpoint.trainers import deleted_first, trainers_folder
 
 if TYPE_CHECKING:
-    from ebbtide.runtime.checkpoint.stream.job import Job
+    from ebbtide.runtime.checkpoint.stream.job import BackgroundSave
 
 # These trainers look for checkpoint files right after a save, and delete older checkpoints.
 TRAINERS = ("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -39,7 +39,7 @@ _HEARD = _READS | _LISTS | _MOVES | _STARTS | _DELETES | _MAKES
 
 _mine = threading.local()
 _lock = threading.Lock()
-_jobs: list[Job] = []
+_jobs: list[BackgroundSave] = []
 _settled: dict[str, int] = {}  # folder that was checked -> its modification time then
 _stat_names = ("stat", "lstat", "access")
 watching = False  # True after a call of `watch`. `ebbtide.runtime.frontdoor.hook` then leaves listings to this module
@@ -69,7 +69,7 @@ def ours() -> Iterator[None]:
         _mine.busy = before
 
 
-def guard(job: Job) -> None:
+def guard(job: BackgroundSave) -> None:
     """Make other code of this process, such as a trainer, wait for a checkpoint's commit before using its files.
 
     Call `release` to end this effect.
@@ -80,7 +80,7 @@ def guard(job: Job) -> None:
         _watch_stat()
 
 
-def release(job: Job) -> None:
+def release(job: BackgroundSave) -> None:
     with _lock:
         if job in _jobs:
             _jobs.remove(job)
@@ -88,7 +88,7 @@ def release(job: Job) -> None:
             _unwatch_stat()
 
 
-def others_in_flight(job: Job) -> bool:
+def others_in_flight(job: BackgroundSave) -> bool:
     """Return whether another training engine of this process is also writing a checkpoint."""
     with _lock:
         return any(other is not job for other in _jobs)
@@ -149,7 +149,7 @@ def _settle_once(directory: Any) -> None:
         _settled[name] = changed
 
 
-def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
+def _concerns(event: str, args: tuple[Any, ...], job: BackgroundSave) -> bool:
     if event in _STARTS:
         # Only programs with the folder in their arguments, because DeepSpeed itself starts programs in every step.
         folder = job.attempt.save_dir
@@ -173,7 +173,7 @@ def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
     return event in _LISTS and path == folder
 
 
-def _deletes(path: Path, job: Job) -> bool:
+def _deletes(path: Path, job: BackgroundSave) -> bool:
     if _real(job.attempt.save_dir).is_relative_to(path):
         return True  # everything is deleted, including the checkpoint that is being written
     if not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):

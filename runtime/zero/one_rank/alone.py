@@ -9,7 +9,7 @@ from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.one_rank.views import Views
 
 
-class Alone(DeepSpeedZeroOptimizer_Stage3):
+class OneRankStage3(DeepSpeedZeroOptimizer_Stage3):
     """DeepSpeed's ZeRO-3 optimizer with what a plan spares one rank: hooks on modules, and collectives of one rank.
 
     Gradients reach host memory, and updates run, as under DeepSpeed alone. Results are bit-identical.
@@ -52,7 +52,7 @@ def take_hooks_off(engine: Any) -> bool:
     views = _Views(optimizer, [param for param in engine.module.parameters() if hasattr(param, "ds_id")])
     views.choose()
     if views.on:
-        optimizer._alone, optimizer.__class__ = views, Alone
+        optimizer._alone, optimizer.__class__ = views, OneRankStage3
     return views.on
 
 

@@ -259,10 +259,10 @@ def _entering(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _left(views: Views) -> type[torch.autograd.Function]:
-    class Left(Node):
+    class ViewLeft(Node):
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
             views.backward_begins(ctx.of)
             return gradient, None
 
-    return Left
+    return ViewLeft

@@ -13,7 +13,7 @@ from ebbtide.runtime.checkpoint.format.memory import Slots
 from ebbtide.runtime.checkpoint.format.skeleton import PlannedFile, lay_out, plain
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
-from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.stream.job import BackgroundSave
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter, Pace
 from ebbtide.simulator.plan import READY_BLOCKS
 
@@ -143,7 +143,7 @@ class Bench:
             progress_deadline_s=self.deadline_s,
             turns=self.live.turns,
         )
-        return Job(attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced)
+        return BackgroundSave(attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced)
 
     def save(self, state, tag=None, **options):
         """Save a state dict as a checkpoint and wait until the checkpoint is committed. If the save fails, raise

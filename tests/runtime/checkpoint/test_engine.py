@@ -19,7 +19,7 @@ from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
-from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.stream.job import BackgroundSave
 from ebbtide.runtime.checkpoint.trainers.bystanders import ours
 from ebbtide.simulator import CheckpointPlan
 
@@ -182,7 +182,7 @@ def test_lazy_under_a_trainer_defers_only_where_the_front_door_settles(
     def wait_until_placed(job):
         waited.append(job)
 
-    monkeypatch.setattr(Job, "wait_until_placed", wait_until_placed)
+    monkeypatch.setattr(BackgroundSave, "wait_until_placed", wait_until_placed)
     space = {"__name__": trainer, "save": engine.save_checkpoint}
     exec("def on_save(folder): return save(folder)", space)
     space["on_save"](str(tmp_path))
@@ -193,15 +193,15 @@ def test_lazy_under_a_trainer_defers_only_where_the_front_door_settles(
 @pytest.fixture
 def held(monkeypatch):
     """Return file operations that pause a checkpoint save before its commit. The save continues as soon as code of
-    the test process calls `Job.wait`, which waits for a save.
+    the test process calls `BackgroundSave.wait`, which waits for a save.
     """
-    gate, wait = Gate("staging_fsynced"), Job.wait
+    gate, wait = Gate("staging_fsynced"), BackgroundSave.wait
 
     def opening(job, *args):
         gate.opened.set()
         return wait(job, *args)
 
-    monkeypatch.setattr(Job, "wait", opening)
+    monkeypatch.setattr(BackgroundSave, "wait", opening)
     yield gate
     gate.opened.set()
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import ebbtide.runtime.kernels.rule
 import torch
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -207,7 +207,7 @@ class Order:
 
     def _follow_lanes(self, patch):
         order, known = self, self._completions
-        submit, execute = Lane.submit, Lane._execute
+        submit, execute = LaneQueue.submit, LaneQueue._execute
         wait_issued, ended = Completion.wait_issued, Completion.ended.fget
 
         def submitted(lane, body, waits, completion):
@@ -238,8 +238,8 @@ class Order:
                 learn(completion)
             return answer
 
-        patch.setattr(Lane, "submit", submitted)
-        patch.setattr(Lane, "_execute", executed)
+        patch.setattr(LaneQueue, "submit", submitted)
+        patch.setattr(LaneQueue, "_execute", executed)
         patch.setattr(Completion, "wait_issued", waited)
         patch.setattr(Completion, "ended", property(has_ended))
 

@@ -14,9 +14,9 @@ from ebbtide.runtime.checkpoint.format.memory import padded
 from ebbtide.runtime.storage import waiting
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.layout import Layout
-from ebbtide.runtime.storage.pages import StepRecord
+from ebbtide.runtime.storage.pages import CommittedStep
 from ebbtide.runtime.storage.versions import Retention
-from ebbtide.runtime.storage.waiting import Progress, Telling
+from ebbtide.runtime.storage.waiting import DriveProgress, Telling
 
 from tests.runtime.storage.conftest import (
     ELEMENTS,
@@ -111,7 +111,7 @@ def test_kept_steps_stay_while_others_are_written(stores, keep):
     [((), (), [5, 4]), ((4,), (), [5, 3]), ((), (2,), [5, 2]), ((4, 5), (3, 2), [5, 3]), ((1, 2, 3, 4), (3,), [5, 3])],
 )
 def test_deleted_checkpoints_go_first_and_protected_ones_last(gone, protected, left):
-    steps = [StepRecord(step=n, name=str(n), extents=[]) for n in (5, 4, 3, 2)]
+    steps = [CommittedStep(step=n, name=str(n), extents=[]) for n in (5, 4, 3, 2)]
     found = Retention(2, lambda s: s.step not in gone, lambda s: s.step in protected).of(steps)
     assert [s.step for s in found] == left
     assert Retention(4, lambda _: False, lambda _: False).of(steps) == steps
@@ -297,7 +297,7 @@ def test_commits_come_one_after_the_other(stores):
 def test_progress_begins_a_deadline_again(monkeypatch):
     clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(waiting, "time", clock)
-    progress, telling = Progress(deadline_s=0.02), Telling("a write", deadline_s=0.02)
+    progress, telling = DriveProgress(deadline_s=0.02), Telling("a write", deadline_s=0.02)
     with progress.condition:
         for _ in range(3):
             clock.now_s += 0.015

@@ -9,7 +9,7 @@ import random
 
 import pytest
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.pages import StepRecord
+from ebbtide.runtime.storage.pages import CommittedStep
 from ebbtide.runtime.storage.versions import Versions
 
 SUBGROUPS = range(3)
@@ -32,7 +32,7 @@ def write(ledger, subgroup, version=None):
 
 def committed(ledger, version, keep):
     """Commit a version of the optimizer state in a ledger as the state of a step. Keep only the newest steps."""
-    record = StepRecord(step=version, name=str(version), extents=ledger.extents_of(version))
+    record = CommittedStep(step=version, name=str(version), extents=ledger.extents_of(version))
     ledger.steps = [record, *ledger.steps][:keep]
     ledger.announced.pop(version)
 
