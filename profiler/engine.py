@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ebbtide.profiler.watcher import PhaseHooks, PlainTimer, Trace, Watcher, hooks_lengthen_steps
+from ebbtide.profiler.watcher import PhaseHooks, PlainTimer, ProfiledStep, Watcher, hooks_lengthen_steps
 from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
 from ebbtide.runtime.hardware.launcher import world_size
 from ebbtide.simulator.schedules.gathers import Gathered
@@ -79,7 +79,7 @@ class SampledProfile:
     def __init__(self, engine: Any) -> None:
         check_engine(engine)
         self._engine = engine
-        self._traces: list[Trace] = []
+        self._traces: list[ProfiledStep] = []
         self._without = _WithoutHooks(engine)
 
     def step(self, *batch: Any, bare: bool = False) -> Any:
@@ -153,7 +153,7 @@ class PassiveProfile:
         self._iterations, self._without = iterations, _WithoutHooks(engine)
         self._seen = (engine.global_steps, engine.skipped_steps)
         self._kind = type(engine.optimizer)
-        self._traces: list[Trace] = []
+        self._traces: list[ProfiledStep] = []
         self._watcher: PhaseHooks | None = None
         self._stopped = False
         self._own_step = vars(engine).get("step")
@@ -258,13 +258,13 @@ class _WithoutHooks:
             self.on = False
 
 
-def _ended(hooks: PhaseHooks, *, bare: bool) -> Trace:
+def _ended(hooks: PhaseHooks, *, bare: bool) -> ProfiledStep:
     trace = hooks.end()
     trace.bare = bare
     return trace
 
 
-def _hooks_for(engine: Any, traces: list[Trace], *, bare: bool) -> PhaseHooks:
+def _hooks_for(engine: Any, traces: list[ProfiledStep], *, bare: bool) -> PhaseHooks:
     """Return the object that measures the next step of a profile, after the steps in ``traces``: a `Watcher` or a
     `PlainTimer`.
 

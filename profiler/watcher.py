@@ -125,7 +125,7 @@ def hooks_lengthen_steps() -> bool:
 
 
 @dataclass
-class Trace:
+class ProfiledStep:
     """The record of one profiled training step.
 
     Durations are in seconds and include the GPU's work. The exceptions are ``issued_s``, and ``gradient_path_s`` of a
@@ -182,7 +182,7 @@ class PhaseHooks:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.trace = Trace()
+        self.trace = ProfiledStep()
         self._handles: list[Any] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._in_engine_backward = False
@@ -202,7 +202,7 @@ class PhaseHooks:
         """Start the record of a new training step."""
         raise NotImplementedError
 
-    def end(self) -> Trace:
+    def end(self) -> ProfiledStep:
         """End the record of the current training step, and return the record."""
         raise NotImplementedError
 
@@ -297,10 +297,10 @@ class PlainTimer(PhaseHooks):
             self._wrap(engine.optimizer, name, self._issued)
 
     def begin(self) -> None:
-        self.trace = Trace(plain=True, began_s=time.perf_counter())
+        self.trace = ProfiledStep(plain=True, began_s=time.perf_counter())
         self._begun, self._phases, self._computed, self._paths, self._late_paths = {}, [], [], [], []
 
-    def end(self) -> Trace:
+    def end(self) -> ProfiledStep:
         trace, trace.ended_s = self.trace, _now_s()
         for phase, begin, end in self._phases:
             trace.phases[phase] += begin.seconds_to(end)
@@ -396,10 +396,10 @@ class Watcher(PhaseHooks):
             self._sampler.start()
 
     def begin(self) -> None:
-        self.trace = Trace(began_s=_now_s())
+        self.trace = ProfiledStep(began_s=_now_s())
         self.note_memory()
 
-    def end(self) -> Trace:
+    def end(self) -> ProfiledStep:
         self.note_memory()
         self.trace.ended_s = _now_s()
         if self._activations.costly:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ebbtide.profiler.rates.sampling import doubts
-from ebbtide.profiler.watcher import Trace, unit_of, units
+from ebbtide.profiler.watcher import ProfiledStep, unit_of, units
 from ebbtide.runtime.hardware.cores import near_cores
 from ebbtide.runtime.hardware.launcher import local_ranks, world_size
 from ebbtide.runtime.kernels import host
@@ -58,7 +58,7 @@ def check_engine(engine: Any) -> None:
             raise ValueError(f"zero_optimization.{key}.device must be {' or '.join(allowed)}, but got {device}")
 
 
-def workload_of(engine: Any, traces: list[Trace], name: str, gathers: Gathered | None = None) -> Workload:
+def workload_of(engine: Any, traces: list[ProfiledStep], name: str, gathers: Gathered | None = None) -> Workload:
     """Build a workload (the planner's description of a training job) from recorded steps of a DeepSpeed engine.
 
     Args:
@@ -143,7 +143,7 @@ def _bucket_params(optimizer: Any) -> dict[str, int]:
     return bucket_fields(own, planned, int(optimizer.partition_count))
 
 
-def _backward_s(plain: list[Trace], watched: list[Trace]) -> float:
+def _backward_s(plain: list[ProfiledStep], watched: list[ProfiledStep]) -> float:
     """Return the seconds of backward under a plan: without DeepSpeed's way of moving gradients to host memory.
 
     Steps of both kinds give too long a time, for different reasons, and the shorter one is returned. In a plain step,
@@ -156,7 +156,7 @@ def _backward_s(plain: list[Trace], watched: list[Trace]) -> float:
     return max(0.0, min(times))
 
 
-def _check_phases(traces: list[Trace]) -> None:
+def _check_phases(traces: list[ProfiledStep]) -> None:
     for phase in ("forward", "backward"):
         without = [number for number, trace in enumerate(traces, 1) if not trace.phases[phase] > 0]
         if without:
@@ -166,7 +166,7 @@ def _check_phases(traces: list[Trace]) -> None:
             )
 
 
-def module_issue_s(traces: Iterable[Trace]) -> float:
+def module_issue_s(traces: Iterable[ProfiledStep]) -> float:
     """Return the CPU seconds that one module with parameters takes to issue its forward to the GPU."""
     return _median(trace.issued_s / max(1, trace.modules) for trace in traces)
 
@@ -184,7 +184,7 @@ def _parameters(optimizer: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sizes) for sizes in groups.values())
 
 
-def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:
+def _phase_times(traces: list[ProfiledStep]) -> tuple[dict[str, Quantity], list[str]]:
     samples = {name: [trace.phases[name] for trace in traces] for name in ("forward", "backward", "step")}
     samples["iteration"] = [trace.ended_s - trace.began_s for trace in traces]
     times: dict[str, Quantity] = {}
@@ -196,7 +196,7 @@ def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:
     return times, notes
 
 
-def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
+def _memory_peaks(traces: list[ProfiledStep]) -> dict[str, Quantity]:
     peaks = {
         "device": [float(trace.device_peak_bytes) for trace in traces],
         "host": [float(max(p.host_bytes for p in trace.memory)) for trace in traces],
@@ -205,14 +205,14 @@ def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
     return {name: Quantity.from_samples(peak, "measured", detail) for name, peak in peaks.items() if min(peak) > 0}
 
 
-def _tokens(engine: Any, traces: list[Trace]) -> int | None:
+def _tokens(engine: Any, traces: list[ProfiledStep]) -> int | None:
     result = [trace.tokens for trace in traces]
     if any(not tokens for tokens in result):
         return None
     return int(_median(tokens for tokens in result if tokens)) * int(engine.dp_world_size)
 
 
-def _base_bytes(traces: list[Trace], fullest: Trace, layers: Iterable[Layer]) -> int:
+def _base_bytes(traces: list[ProfiledStep], fullest: ProfiledStep, layers: Iterable[Layer]) -> int:
     least = min(point.device_bytes for trace in traces for point in trace.memory)
     activations = sum(layer.activation_bytes for layer in layers)
     return max(least, fullest.device_peak_bytes - activations)
@@ -253,7 +253,7 @@ def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
 
 
 def _layers(
-    engine: Any, traces: list[Trace], passes: Mapping[str, float], gathers: Gathered | None
+    engine: Any, traces: list[ProfiledStep], passes: Mapping[str, float], gathers: Gathered | None
 ) -> tuple[Layer, ...]:
     """Return the layers of a workload. The seconds in ``passes`` (by field name of `Layer`) are divided among them in
     proportion to their forward times.
@@ -286,7 +286,7 @@ def _layers(
     return tuple(layers)
 
 
-def _activations(unit_names: list[str], owners: set[str], traces: list[Trace]) -> Mapping[str, int]:
+def _activations(unit_names: list[str], owners: set[str], traces: list[ProfiledStep]) -> Mapping[str, int]:
     held: dict[str, int] = defaultdict(int)
     last = next((name for name in unit_names if name in owners), "model")
     for name in ["", *unit_names]:

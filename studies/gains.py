@@ -18,7 +18,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.tuner.advice.faster import faster
-from ebbtide.tuner.answer.rows import Alone
+from ebbtide.tuner.answer.rows import StockTraining
 from ebbtide.tuner.service.requests import MODELS
 
 from studies.bench.console import publish, study_parser
@@ -53,7 +53,7 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
     work = estimated(job, have)
     limits = Limits.of(work, have)
     usual = simulated("zero3_offload", work, have, limits, {})
-    best = Alone(work, have, limits).best
+    best = StockTraining(work, have, limits).best
     stock_s, best_s = usual.result.iteration_s, best.simulated.result.iteration_s
     try:
         made = ebbtide.tuner.plan(work, have)
@@ -91,7 +91,7 @@ def _same_samples(job: Job, have: Machine, plan_s: float | None) -> dict[str, An
     if lines[-1].outcome.plan is not None:
         made = ebbtide.tuner.plan(work, have).prediction
         seconds = min(seconds, made.iteration_s) if made else seconds
-    stock = Alone(work, have, Limits.of(work, have)).best
+    stock = StockTraining(work, have, Limits.of(work, have)).best
     return {
         "same_samples": lines[-1].label,
         "same_samples_s": seconds,

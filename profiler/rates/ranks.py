@@ -38,7 +38,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
-class Job:
+class RankMeasurement:
     """The settings of a measurement that several ranks run at the same time. Every rank process receives a copy.
 
     Attributes:
@@ -107,7 +107,7 @@ def measure_ranks(
     check_ranks(ranks, cores, cuda)
     with _scratch(folder) as path:
         spared = cores - threads_of_updates(cores) if cuda else 0
-        job = Job(ranks, cores, cuda, elements, str(path), budget_s / (2 * len(STAGES)), spared)
+        job = RankMeasurement(ranks, cores, cuda, elements, str(path), budget_s / (2 * len(STAGES)), spared)
         samples, collected = _run(job)
     shares, notes = _shares(samples, cuda)
     source: Source = "measured" if cuda else "emulated"
@@ -189,7 +189,7 @@ def _uneven(name: str, stage: StageSamples) -> list[str]:
 # -- the processes
 
 
-def _run(job: Job) -> tuple[dict[str, StageSamples], dict[str, list[float]]]:
+def _run(job: RankMeasurement) -> tuple[dict[str, StageSamples], dict[str, list[float]]]:
     spawn = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
     barrier = spawn.Barrier(job.ranks)
     enough = spawn.Array("i", len(STAGES))
@@ -235,7 +235,7 @@ def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list
     return [result[rank] for rank in range(len(receivers))]
 
 
-def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection) -> None:
+def _measure(job: RankMeasurement, rank: int, barrier: Any, enough: Any, sender: Connection) -> None:
     try:
         torch.set_num_threads(job.own_threads)
         if job.cuda:
@@ -259,7 +259,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
         sender.send(f"{type(error).__name__}: {error}")
 
 
-def _collectives(job: Job, rank: int) -> tuple[list[float], list[float]]:
+def _collectives(job: RankMeasurement, rank: int) -> tuple[list[float], list[float]]:
     # The buffers have the size of DeepSpeed's prefetch bucket where there is memory for it.
     import torch.distributed as dist
 
@@ -285,7 +285,7 @@ def _collectives(job: Job, rank: int) -> tuple[list[float], list[float]]:
 
 
 def _together(
-    work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int, barrier: Any
+    work: Callable[[], object], job: RankMeasurement, clock: Clock, enough: Any, number: int, barrier: Any
 ) -> list[float]:
     # A rank goes on while others still measure, since samples on an otherwise idle machine would be wrong. A rank that
     # fails would keep the others waiting forever, so it breaks the ``barrier``, which ends the loop.
@@ -307,7 +307,7 @@ def _together(
 
 
 @contextmanager
-def _stage(stage: str, job: Job, rank: int) -> Iterator[tuple[float, Callable[[int], object], Clock]]:
+def _stage(stage: str, job: RankMeasurement, rank: int) -> Iterator[tuple[float, Callable[[int], object], Clock]]:
     clock: Clock = copies.cuda_clock if job.cuda else timed_s
     elements = job.own_elements
     if stage in ("h2d", "d2h", "link"):

@@ -25,11 +25,11 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
 from ebbtide.tuner.advice.faster import faster
-from ebbtide.tuner.answer.rows import Alone, best_stock, compare
+from ebbtide.tuner.answer.rows import StockTraining, best_stock, compare
 from ebbtide.tuner.answer.verdict import BEST, role_of
 from ebbtide.tuner.cli import main as tune
 from ebbtide.tuner.configurations.deciding import explore
-from ebbtide.tuner.configurations.evaluation import Question as Configurations
+from ebbtide.tuner.configurations.evaluation import SearchQuestion as Configurations
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.placements.quick import quick_plan, quicker_plan
 from ebbtide.tuner.placements.storage import with_storage
@@ -298,7 +298,7 @@ def stock_names(model: str, machine: str, about: Mapping[str, Any]) -> dict[str,
     told = answers.answer(Answer(model=model, machine=machine, **about, timelines=False, peers=False), _silent)
     made = ebbtide.tuner.plan(work, have, effort=0.05)
     alone = [p for p in made.alternatives if p.fits and role_of(p.strategy) in ("stock", "best stock")]
-    python, readme = best_stock(compare(work, have, limits, None, others=False)), Alone(work, have, limits).best
+    python, readme = best_stock(compare(work, have, limits, None, others=False)), StockTraining(work, have, limits).best
     return {
         "HTTP": told["best_stock"]["name"] if told["best_stock"] else "",
         "Python": python.name if python else "",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
-from ebbtide.tuner.verify.run import Run, read_run
+from ebbtide.tuner.verify.run import RecordedRun, read_run
 from ebbtide.tuner.verify.sides import compare
 from rich.console import Console
 
@@ -96,7 +96,7 @@ def right_pairs(folder: Path, stage: int, ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(folder: Path, name: str) -> Run:
+def _run(folder: Path, name: str) -> RecordedRun:
     run = read_run(folder / name, name)
     assert run is not None, f"{folder / name} must hold a run"
     return replace(run, name=name)

@@ -16,7 +16,7 @@ from ebbtide.profiler.activations import AllocatorDeltas, SavedTensors
 from ebbtide.profiler.engine import PassiveProfile
 from ebbtide.profiler.progress import ProgressFile, read_progress
 from ebbtide.profiler.script import ProfiledScript, ScriptError
-from ebbtide.profiler.watcher import PlainTimer, Trace
+from ebbtide.profiler.watcher import PlainTimer, ProfiledStep
 from ebbtide.profiler.workload import WARMUP_STEPS, _backward_s, _base_bytes, workload_of
 from ebbtide.simulator import Layer, MemoryPoint
 from torch import nn
@@ -223,7 +223,7 @@ def test_what_gradient_copies_add_to_a_plain_backward(computed, path_s, computed
     The shorter of the two times of each copy counts, less the time by which the CPU is ahead of the GPU.
     """
     timer = PlainTimer.__new__(PlainTimer)
-    timer.trace = Trace(plain=True)
+    timer.trace = ProfiledStep(plain=True)
     timer._phases = [("backward", *pairs(((0, 0), (20, 20)))[0])]
     timer._computed = computed
     timer._paths = pairs(((1, 1), (3, 6)), ((4, 7), (9, 8)))
@@ -256,10 +256,10 @@ def test_the_time_before_the_updates_counts_within_the_step_alone(engine, monkey
 
 def test_backward_under_a_plan_is_the_shorter_of_two_measurements():
     """Check backward's time of steps with hooks, which wait for the GPU, and without, which wait for copies."""
-    watched = [Trace(phases={"backward": 0.47}, gradient_path_s=0.23)]
-    launched = [Trace(plain=True, phases={"backward": 0.27}, computed_s=0.26, gradient_path_s=0.07)]
-    copied = [Trace(plain=True, phases={"backward": 0.90}, computed_s=0.80, gradient_path_s=0.01)]
-    unknown = [Trace(plain=True, phases={"backward": 0.27}, gradient_path_s=0.07)]
+    watched = [ProfiledStep(phases={"backward": 0.47}, gradient_path_s=0.23)]
+    launched = [ProfiledStep(plain=True, phases={"backward": 0.27}, computed_s=0.26, gradient_path_s=0.07)]
+    copied = [ProfiledStep(plain=True, phases={"backward": 0.90}, computed_s=0.80, gradient_path_s=0.01)]
+    unknown = [ProfiledStep(plain=True, phases={"backward": 0.27}, gradient_path_s=0.07)]
     assert _backward_s([], watched) == pytest.approx(0.24)
     assert _backward_s(launched, watched) == pytest.approx(0.19)
     assert _backward_s(copied, watched) == pytest.approx(0.24)
@@ -318,7 +318,7 @@ def test_what_slows_the_forward_is_counted_in_one_step_alone(engine, monkeypatch
 def test_what_activations_do_not_explain_of_the_peak_is_always_there():
     def trace(*device_bytes):
         points = [MemoryPoint(t_s=0, phase="other", device_bytes=n) for n in device_bytes]
-        return Trace(memory=points)
+        return ProfiledStep(memory=points)
 
     traces = [trace(100, 400), trace(120, 900)]
     layers = [Layer(params=1, forward_s=0, backward_s=0, activation_bytes=600)]
@@ -328,7 +328,7 @@ def test_what_activations_do_not_explain_of_the_peak_is_always_there():
 
 def test_a_step_without_backward_is_no_workload():
     with pytest.raises(ValueError, match="every profiled step must run the model's backward, but step"):
-        workload_of(None, [Trace(phases=defaultdict(float, forward=1.0))], "none")
+        workload_of(None, [ProfiledStep(phases=defaultdict(float, forward=1.0))], "none")
 
 
 def test_saved_tensors_count_each_storage_once_and_no_parameter():

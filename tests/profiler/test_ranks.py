@@ -13,18 +13,18 @@ from contextlib import contextmanager
 
 import pytest
 from ebbtide.profiler.rates import ranks
-from ebbtide.profiler.rates.ranks import STAGES, Job, StageSamples, check_ranks
+from ebbtide.profiler.rates.ranks import STAGES, RankMeasurement, StageSamples, check_ranks
 from ebbtide.profiler.rates.sampling import timed_s
 
 
 def test_a_rank_that_fails_is_an_error_not_a_hang():
-    job = Job(2, 2, False, 20_000, "/nowhere/at/all", 0.01)
+    job = RankMeasurement(2, 2, False, 20_000, "/nowhere/at/all", 0.01)
     with pytest.raises(RuntimeError, match=r"rank \d could not measure: FileNotFoundError"):
         ranks._run(job)
 
 
 def test_a_rank_that_fails_beside_the_others_ends_them(monkeypatch):
-    job = Job(2, 2, False, 1, "", 0.0)
+    job = RankMeasurement(2, 2, False, 1, "", 0.0)
 
     @contextmanager
     def stage(name, job, rank):
@@ -117,8 +117,14 @@ def test_ranks_without_a_core_each_are_refused(count):
 
 
 def test_each_rank_leaves_threads_to_its_training_thread():
-    assert (Job(4, 32, True, 1, "", 0.0, 2).own_threads, Job(4, 32, True, 1, "", 0.0, 2).threads_alone) == (6, 30)
-    assert (Job(4, 4, True, 1, "", 0.0, 2).own_threads, Job(2, 2, False, 1, "", 0.0).own_threads) == (1, 1)
+    assert (
+        RankMeasurement(4, 32, True, 1, "", 0.0, 2).own_threads,
+        RankMeasurement(4, 32, True, 1, "", 0.0, 2).threads_alone,
+    ) == (6, 30)
+    assert (
+        RankMeasurement(4, 4, True, 1, "", 0.0, 2).own_threads,
+        RankMeasurement(2, 2, False, 1, "", 0.0).own_threads,
+    ) == (1, 1)
 
 
 def test_ranks_leave_threads_to_training_beside_gpus_alone(tmp_path, monkeypatch):

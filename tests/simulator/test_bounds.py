@@ -8,7 +8,7 @@ from ebbtide.simulator import Layer, Plan, Way, Workload, build_schedule, simula
 from ebbtide.simulator.analysis.bounds import lower_bound, problem, rough_bound_s
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedules.footprint import footprint
-from ebbtide.tuner.placements.decision import QUICK, Question, decide
+from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide
 from ebbtide.tuner.placements.impossible import ImpossibleError
 
 from tests.machines import node
@@ -64,7 +64,7 @@ def test_no_plan_that_the_search_finds_beats_the_bound(seed):
         work, on = random_job(rng)
         limits = random_plan(rng, cut_anew(rng, work), on).limits
         for pieces in {False, work.zero_stage == 3 and not limits.storage_bytes}:
-            asked = Question(work, on, limits, offload_parameters=True, effort=QUICK, pieces=pieces)
+            asked = PlanQuestion(work, on, limits, offload_parameters=True, effort=QUICK, pieces=pieces)
             try:
                 found = decide(asked)
             except ImpossibleError:  # with these subgroup sizes, no plan fits

@@ -9,7 +9,7 @@ from ebbtide.simulator.analysis.bounds import lower_bound
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
-from ebbtide.tuner.placements.decision import Question
+from ebbtide.tuner.placements.decision import PlanQuestion
 
 # A model of 8e9 parameters in few layers: the linear program of its bound has few rows.
 MODEL = {"layers": 5, "hidden": 11_264, "heads": 88, "vocabulary": 32_000}
@@ -26,7 +26,7 @@ def exact_s(question, limits, away):
 def test_the_lines_through_known_bounds_decide_as_the_bound_does(monkeypatch, storage, accumulation):
     rng, have = random.Random(0), preset("h100-node").with_rates(host_memory_bytes=80 * 2**30)
     work = estimated(Job.of_deepspeed(MODEL, accumulation=accumulation), have)
-    question, known, solved = Question.of(work, have, storage=storage), bounds.Bounds(), []
+    question, known, solved = PlanQuestion.of(work, have, storage=storage), bounds.Bounds(), []
 
     def counted(*args, **options):
         solved.append((args[2], options["away"]))

@@ -16,9 +16,9 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner import plan
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.configurations import report
-from ebbtide.tuner.configurations.answer import Answer
+from ebbtide.tuner.configurations.answer import SearchAnswer
 from ebbtide.tuner.configurations.deciding import explore
-from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.space import KNOBS, Configuration, Space
 from ebbtide.tuner.placements import decision
 from rich.console import Console
@@ -35,11 +35,11 @@ LLAMA = {
 
 
 def question(**changes):
-    return Question(LLAMA, preset("h100-node"), sequence=1024, **changes)
+    return SearchQuestion(LLAMA, preset("h100-node"), sequence=1024, **changes)
 
 
 def outcome(tokens_per_s=1.0, device=1, why="", **knobs):
-    return Outcome(
+    return ConfigurationOutcome(
         configuration=Configuration(**knobs),
         iteration_s=1.0,
         tokens_per_s=tokens_per_s,
@@ -50,7 +50,7 @@ def outcome(tokens_per_s=1.0, device=1, why="", **knobs):
 
 
 def answer(*outcomes, free=("offload",), **fields):
-    return Answer(Space.of(Configuration(), free), outcomes, **{"complete": True, **fields})
+    return SearchAnswer(Space.of(Configuration(), free), outcomes, **{"complete": True, **fields})
 
 
 def test_every_configuration_has_the_global_batch():
@@ -141,8 +141,10 @@ def test_what_lies_within_the_interval_is_no_difference():
 
 def test_the_least_that_is_missing_is_told():
     told = answer(
-        Outcome(configuration=Configuration(micro_batch=8), why_not="9.0 GiB are missing", missing_bytes=9),
-        Outcome(configuration=Configuration(), why_not="3.0 GiB are missing", missing_bytes=3),
+        ConfigurationOutcome(
+            configuration=Configuration(micro_batch=8), why_not="9.0 GiB are missing", missing_bytes=9
+        ),
+        ConfigurationOutcome(configuration=Configuration(), why_not="3.0 GiB are missing", missing_bytes=3),
     ).remarks()
     assert told[0].startswith("nothing fits. The closest configuration, ")
     assert "3.0 GiB are missing" in told[0]
@@ -150,7 +152,7 @@ def test_the_least_that_is_missing_is_told():
 
 def test_the_search_finds_what_simulating_everything_finds():
     shallow = {**LLAMA, "num_hidden_layers": 4}
-    little = Question(shallow, preset("h100-node"), sequence=1024, device_memory_bytes=7 * 2**30)
+    little = SearchQuestion(shallow, preset("h100-node"), sequence=1024, device_memory_bytes=7 * 2**30)
     space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 8)
     found = explore(little, space, trials=60)
     assert found.complete

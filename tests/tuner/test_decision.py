@@ -17,7 +17,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.placements import decision
-from ebbtide.tuner.placements.decision import Question, decide
+from ebbtide.tuner.placements.decision import PlanQuestion, decide
 from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.placements.shares import Shares
@@ -39,14 +39,14 @@ def test_what_cannot_fit_is_refused_before_anything_is_simulated(monkeypatch):
     monkeypatch.setattr(decision, "begun", never)
     work, have = job("Llama 2 13B", "rtx4090", accumulation=16)
     with pytest.raises(ImpossibleError, match="GiB"):
-        decide(Question.of(work, have))
+        decide(PlanQuestion.of(work, have))
 
 
 def test_smaller_subgroups_fit_where_large_ones_do_not():
     work, have = job("Llama 3 8B", "rtx4090", accumulation=16)
     with pytest.raises(ImpossibleError):
-        decide(Question.of(work, have, subgroup_sizes=(), effort=LITTLE))
-    found = decide(Question.of(work, have, effort=0.1))
+        decide(PlanQuestion.of(work, have, subgroup_sizes=(), effort=LITTLE))
+    found = decide(PlanQuestion.of(work, have, effort=0.1))
     assert found.iteration_s < 60
     assert len(found.search.workload.subgroups) > len(work.subgroups)
 
@@ -65,7 +65,7 @@ def test_more_freedom_is_never_slower_and_a_quick_answer_is_near():
 def test_a_plan_of_larger_subgroups_is_one_of_smaller_ones():
     work, have = job("Llama 3.2 1B", "rtx4090")
     coarse, fine = recuts(work, (2 * 10**8, 5 * 10**7))[-2:]
-    found = decide(Question.of(coarse, have, subgroup_sizes=(), effort=0.1))
+    found = decide(PlanQuestion.of(coarse, have, subgroup_sizes=(), effort=0.1))
     made = finer(found.chosen, coarse, fine)
     assert len(made.placements) == len(fine.subgroups) > len(coarse.subgroups)
     assert set(made.placements) == set(found.chosen.placements)
@@ -75,13 +75,13 @@ def test_a_plan_of_larger_subgroups_is_one_of_smaller_ones():
 def test_a_faster_link_does_not_choose_subgroups_that_are_fast_only_while_parameters_stay():
     work, have = job("Llama 3 8B", "rtx4090")
     faster = have.with_rates(**{rate: 1.5 * have.rate(rate) for rate in ("h2d_bytes_per_s", "d2h_bytes_per_s")})
-    slow_s, fast_s = (decide(Question.of(work, machine, effort=LITTLE)).iteration_s for machine in (have, faster))
+    slow_s, fast_s = (decide(PlanQuestion.of(work, machine, effort=LITTLE)).iteration_s for machine in (have, faster))
     assert fast_s <= 1.01 * slow_s
 
 
 def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
     work, have = job("Llama 3.2 1B", "rtx4090")
-    quick = decide(Question.of(work, have, effort=decision.QUICK))
+    quick = decide(PlanQuestion.of(work, have, effort=decision.QUICK))
     searched, calls = decision._searches, []
 
     def worse(question, progress, known, **options):
@@ -90,7 +90,7 @@ def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
         return found if len(calls) == 1 else found[:1]  # only the largest subgroups
 
     monkeypatch.setattr(decision, "_searches", worse)
-    full = decide(Question.of(work, have, effort=LITTLE))
+    full = decide(PlanQuestion.of(work, have, effort=LITTLE))
     assert len(calls) == 2
     assert full.iteration_s == quick.iteration_s
 
@@ -124,7 +124,7 @@ def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monke
     monkeypatch.setattr(many_plans, "build", counted_ops)
     monkeypatch.setattr(many_plans, "record", counted_recording)
     monkeypatch.setattr(Shares, "plan", counted_description)
-    decide(Question.of(*job("Llama 2 13B", machine, **about)))
+    decide(PlanQuestion.of(*job("Llama 2 13B", machine, **about)))
     assert len(simulated) > 1000, "nothing was counted"
     assert 60e-9 * sum(ops) + 200e-6 * len(ops) + 20e-3 * len(recorded) < 5
     assert len(simulated) - len({*simulated}) < 0.02 * len(simulated)
@@ -133,7 +133,7 @@ def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monke
 
 @pytest.mark.parametrize(("model", "enabled"), [("Llama 3.2 1B", True), ("Llama 2 13B", False)])
 def test_a_search_makes_no_garbage_that_must_be_looked_for(model, enabled):
-    question, during = Question.of(*job(model, "rtx4090", accumulation=16), effort=LITTLE), []
+    question, during = PlanQuestion.of(*job(model, "rtx4090", accumulation=16), effort=LITTLE), []
     gc.collect()
     if not enabled:
         gc.disable()

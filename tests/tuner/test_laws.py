@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 from ebbtide.simulator import Layer, Workload
-from ebbtide.tuner.placements.decision import Question, decide
+from ebbtide.tuner.placements.decision import PlanQuestion, decide
 
 from tests.machines import GIB, node
 
@@ -47,7 +47,7 @@ def job(seed):
 
 
 def answer_s(work, machine, offload_parameters=False, **asked):
-    return decide(Question.of(work, machine, offload_parameters=offload_parameters, **asked)).iteration_s
+    return decide(PlanQuestion.of(work, machine, offload_parameters=offload_parameters, **asked)).iteration_s
 
 
 @cache
@@ -109,5 +109,7 @@ def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
 
 def test_parameters_that_may_move_begin_where_those_that_may_not_have_ended():
     work, machine = job(2)
-    bound, free = (decide(Question.of(work, machine, offload_parameters=free, effort=0.3)) for free in (False, True))
+    bound, free = (
+        decide(PlanQuestion.of(work, machine, offload_parameters=free, effort=0.3)) for free in (False, True)
+    )
     assert free.search.ordered(bound.chosen) in free.search.scores

@@ -12,7 +12,7 @@ from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.tuner.placements import planning
 from ebbtide.tuner.placements.candidate import Candidate, seconds_of
-from ebbtide.tuner.placements.decision import Question
+from ebbtide.tuner.placements.decision import PlanQuestion
 from ebbtide.tuner.placements.shares import spaced
 from ebbtide.tuner.placements.subgroup_sizes import LARGE
 
@@ -92,7 +92,7 @@ def test_the_advice_on_the_subgroup_size_moves_no_parameters_that_must_stay():
 
 def test_no_smaller_subgroups_are_searched_for_where_the_search_varied_their_size(monkeypatch):
     have = preset("rtx4090")
-    question = Question.of(workload_from_model("Llama 3 8B", have, sequence=1024), have, effort=0.05)
+    question = PlanQuestion.of(workload_from_model("Llama 3 8B", have, sequence=1024), have, effort=0.05)
     whole = question.search(question.cuts[0], Bounds())
     assert whole.workload.subgroup_size > LARGE
     monkeypatch.setattr(planning, "decide", None)

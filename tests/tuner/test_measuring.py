@@ -20,9 +20,9 @@ from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.tuner.calibrate.calibration import CalibrationError, calibrate, predicted_s
 from ebbtide.tuner.calibrate.run_logs import Described, read_observations
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.configurations.answer import Answer
+from ebbtide.tuner.configurations.answer import SearchAnswer
 from ebbtide.tuner.configurations.deciding import as_trained, explore
-from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.measuring import Measurement, filled, measure, places, with_config
 from ebbtide.tuner.configurations.report import as_json
 from ebbtide.tuner.configurations.space import Configuration, Space
@@ -107,7 +107,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    sizes = Question(MODEL, preset("rtx4090"), sequence=32).workload(Configuration()).parameters[0]
+    sizes = SearchQuestion(MODEL, preset("rtx4090"), sequence=32).workload(Configuration()).parameters[0]
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
@@ -124,7 +124,7 @@ def searched(*words):
 
 
 def asked(c=None, sequence=32):
-    question = Question(MODEL, preset("rtx4090-x2"), sequence=sequence)
+    question = SearchQuestion(MODEL, preset("rtx4090-x2"), sequence=sequence)
     c = c or Configuration(micro_batch=2, accumulation=2, recompute=False)
     return question, question.answer(c, sizes=(10**9,))
 
@@ -263,14 +263,14 @@ def test_what_was_measured_calibrates_a_machine(tmp_path):
     for micro_batch in (1, 4):
         for offload in ("optimizer", "none"):
             c = Configuration(micro_batch=micro_batch, offload=offload, zero_stage=2)
-            outcome = Question(LARGE, usual).answer(c, sizes=(10**8,))
-            ran = Question(LARGE, slow).of(outcome.configuration)
+            outcome = SearchQuestion(LARGE, usual).answer(c, sizes=(10**8,))
+            ran = SearchQuestion(LARGE, slow).of(outcome.configuration)
             work, plan = estimated(ran, slow), outcome.plan
             name, options = ("ebbtide", {"plan": plan}) if plan else ran.offload.strategy(2)
             work = work.cut_as(plan) if plan else work
             seconds = simulate_fast(build_strategy(name, work, iterations=1, **options), slow).iteration_s
             measured.append(Measurement(outcome, (seconds,), tokens_per_sample=2048))
-    answer = Answer(Space.of(Configuration(), ("offload",)), (), complete=True, measured=tuple(measured))
+    answer = SearchAnswer(Space.of(Configuration(), ("offload",)), (), complete=True, measured=tuple(measured))
     record = {**as_json(answer), "job": {"model": LARGE, "sequence": 2048, "shape": {}}}
     (tmp_path / "all.json").write_text(json.dumps(record))
     seen = read_observations(tmp_path / "all.json", Described())
@@ -338,7 +338,7 @@ def test_an_interrupted_search_ends_its_command(folder, number):
 
 
 def outcome_of(gpus=1):
-    return Outcome(iteration_s=1.0, tokens_per_s=100.0, configuration=Configuration(gpus=gpus))
+    return ConfigurationOutcome(iteration_s=1.0, tokens_per_s=100.0, configuration=Configuration(gpus=gpus))
 
 
 FAILS = {
@@ -464,7 +464,7 @@ def test_what_a_command_has_no_place_for_is_not_varied(folder):
 @pytest.mark.parametrize(("tokens", "told"), [(100.0, False), (50.0, True), (None, False)])
 def test_samples_of_another_length_are_told(tokens, told):
     one = Measurement(outcome_of(), (1.0,) * 8, tokens_per_sample=tokens)
-    answer = Answer(Space.of(Configuration(), ("recompute",)), (one.outcome,), complete=True, measured=(one,))
+    answer = SearchAnswer(Space.of(Configuration(), ("recompute",)), (one.outcome,), complete=True, measured=(one,))
     said = "the script's samples have 50 tokens, but the search assumed 100 (--sequence)"
     assert any(said in remark for remark in answer.remarks()) is told
 

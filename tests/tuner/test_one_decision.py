@@ -7,7 +7,7 @@ import pytest
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.tuner.placements import decision
-from ebbtide.tuner.placements.decision import QUICK, Question, decide
+from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide
 from ebbtide.tuner.placements.search import Search
 
 from studies.one_answer.__main__ import _job, replanned_s, search_s
@@ -49,7 +49,7 @@ def outside(monkeypatch):
 def test_a_search_of_configurations_and_a_live_plan_give_the_decisions_answer(model, name, about, outside):
     machine = preset(name)
     work = estimated(_job(model, about), machine)
-    quick = decide(Question.of(work, machine, effort=QUICK))
+    quick = decide(PlanQuestion.of(work, machine, effort=QUICK))
     assert search_s(model, about, machine, None) == pytest.approx(quick.iteration_s, rel=0.005)
     made = ebbtide.plan(work, machine, effort=QUICK)
     assert replanned_s(work, machine, made) <= 1.05 * quick.iteration_s
@@ -60,5 +60,5 @@ def test_more_effort_is_never_slower():
     model, name, about = JOBS[0]
     machine = preset(name)
     work = estimated(_job(model, about), machine)
-    less, more = (decide(Question.of(work, machine, effort=e, subgroup_sizes=())) for e in (QUICK, 2 * QUICK))
+    less, more = (decide(PlanQuestion.of(work, machine, effort=e, subgroup_sizes=())) for e in (QUICK, 2 * QUICK))
     assert more.iteration_s <= less.iteration_s

@@ -341,10 +341,10 @@ def recorder(monkeypatch):
 
 
 def untrained(command, side, steps, seed, deterministic):
-    from ebbtide.tuner.verify.run import Run, Step
+    from ebbtide.tuner.verify.run import RecordedRun, RecordedStep
 
     about = {"key": True, "offload": True, "ranks": 1, "versions": {}}
-    return Run(side.title, about, (Step({}, {}),))
+    return RecordedRun(side.title, about, (RecordedStep({}, {}),))
 
 
 def calibrated(machine, seen):

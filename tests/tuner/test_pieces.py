@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from ebbtide.simulator import Plan, build_schedule, simulate
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.placements.decision import Question, decide
+from ebbtide.tuner.placements.decision import PlanQuestion, decide
 
 from tests.tuner.test_search import workload
 from tests.tuner.test_speculation import machine
@@ -55,12 +55,12 @@ def test_its_prediction_counts_the_room_that_deepspeeds_tensors_keep():
 
 def test_pieces_are_never_stored():
     with pytest.raises(ValueError, match="must not be given if optimizer state is stored"):
-        Question.of(job(), machine(), pieces=True, storage={"/nvme": 10**12})
+        PlanQuestion.of(job(), machine(), pieces=True, storage={"/nvme": 10**12})
 
 
 def test_below_zero_3_deepspeeds_size_means_nothing():
     flat = job().model_copy(update={"zero_stage": 2}).recut(WHOLE)
-    found = decide(Question.of(flat, machine(20), pieces=True, effort=0.1))
+    found = decide(PlanQuestion.of(flat, machine(20), pieces=True, effort=0.1))
     assert found.search.workload.deepspeed_subgroup_size == 0
 
 

@@ -22,7 +22,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
 from ebbtide.simulator.rules import RuleError
-from ebbtide.tuner.placements.decision import FULL, QUICK, Question, decide
+from ebbtide.tuner.placements.decision import FULL, QUICK, PlanQuestion, decide
 from ebbtide.tuner.placements.quick import quick_plan
 
 from tests.machines import GIB
@@ -131,11 +131,13 @@ def separately(first, last, effort):
             name = random.Random(seed).choice(sorted(more))
             more = {name: more[name]}
         try:
-            before_s = decide(Question.of(work, have, storage=storage, effort=effort)).iteration_s
+            before_s = decide(PlanQuestion.of(work, have, storage=storage, effort=effort)).iteration_s
         except RuleError:
             continue
         for name, rates in more.items():
-            after_s = decide(Question.of(work, have.with_rates(**rates), storage=storage, effort=effort)).iteration_s
+            after_s = decide(
+                PlanQuestion.of(work, have.with_rates(**rates), storage=storage, effort=effort)
+            ).iteration_s
             asked, worst = asked + 1, max(worst, after_s / before_s - 1)
             if after_s > before_s * (1 + NOTHING):
                 broken += 1

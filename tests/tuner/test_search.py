@@ -12,7 +12,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.ebbtide import EbbtideLoop
 from ebbtide.tuner.answer.rows import compare
-from ebbtide.tuner.placements.decision import Question, decide
+from ebbtide.tuner.placements.decision import PlanQuestion, decide
 from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
 from ebbtide.tuner.placements.search import Score
@@ -208,7 +208,7 @@ def test_less_effort_simulates_fewer_plans_and_finds_none_that_is_better(in_earn
         work, have = workload(), machine(h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9)
         limits = Limits.of(work, have, device_memory_bytes=8 * GIB)
         simulated.clear()
-        found.append(decide(Question(work, have, limits, effort=effort)).iteration_s)
+        found.append(decide(PlanQuestion(work, have, limits, effort=effort)).iteration_s)
         tried.append(len(simulated))
     assert tried[0] < tried[1] / 2
     assert found[0] >= found[1] * (1 - 1e-9)

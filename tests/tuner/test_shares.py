@@ -14,7 +14,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST
 from ebbtide.tuner.placements.candidate import PLACEMENTS
-from ebbtide.tuner.placements.decision import QUICK, Question, decide
+from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import WORTH_FREEING, Shares, descend, free_parameters, spaced, spread
@@ -120,7 +120,7 @@ def test_less_than_the_least_gain_moves_no_parameters(worth, monkeypatch):
 @pytest.mark.parametrize("offload_parameters", [True, False])
 def test_parameters_stay_on_the_gpu_if_they_must(offload_parameters):
     work, have = job(*MOVING)
-    asked = Question.of(work, have, subgroup_sizes=(), offload_parameters=offload_parameters, effort=QUICK)
+    asked = PlanQuestion.of(work, have, subgroup_sizes=(), offload_parameters=offload_parameters, effort=QUICK)
     assert bool(decide(asked).chosen.count(PARAMETERS_ON_HOST)) is offload_parameters
 
 

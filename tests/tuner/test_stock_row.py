@@ -17,7 +17,15 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.schedules.strategies import build_strategy
-from ebbtide.tuner.answer.rows import OVERLAPS, WAITS_FOR_NORM, Alone, alternatives, best_stock, compare, stock_beside
+from ebbtide.tuner.answer.rows import (
+    OVERLAPS,
+    WAITS_FOR_NORM,
+    StockTraining,
+    alternatives,
+    best_stock,
+    compare,
+    stock_beside,
+)
 from ebbtide.tuner.answer.verdict import headline, role_of
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.service.requests import MODELS
@@ -92,7 +100,7 @@ def test_no_other_setting_of_deepspeed_is_faster_and_more_memory_never_makes_it_
     for share in (0.5, 0.8, 1.0, 1.02, 1.5):
         roomier = have.with_rates(device_memory_bytes=int(share * have.device_memory_bytes))
         limits = Limits.of(work, roomier)
-        alone, every = Alone(work, roomier, limits), list(_every_setting(asked, roomier, limits))
+        alone, every = StockTraining(work, roomier, limits), list(_every_setting(asked, roomier, limits))
         here = [s for stage, name, s in every if stage == work.zero_stage and name not in OF_THE_BEST]
         for name, chosen, others in (("given", alone.given, here), ("best", alone.best, [s for _, _, s in every])):
             seconds = chosen.simulated.result.iteration_s

@@ -20,7 +20,7 @@ from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.tuner.placements import locations
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.candidate import CHOICES, STORED, Candidate, Freedom, choices, evenly
-from ebbtide.tuner.placements.decision import Question
+from ebbtide.tuner.placements.decision import PlanQuestion
 from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.search import Search
@@ -81,7 +81,7 @@ def test_no_numbers_of_placements_are_better(stored):
 def test_the_search_with_drives_uses_the_simulations_of_the_one_without_and_finds_the_same(monkeypatch):
     have = preset("h100-node")
     work = estimated(Job.of_deepspeed(MODELS["Llama 3 8B"], accumulation=4), have).recut(10**9)
-    asked = Question.of(work, have, storage={"/nvme": TB}, device_memory_bytes=14 * GIB)
+    asked = PlanQuestion.of(work, have, storage={"/nvme": TB}, device_memory_bytes=14 * GIB)
     evaluate, simulated, searches = PlanSweep.evaluate, [], []
 
     def counted(*args):

@@ -10,7 +10,7 @@ from ebbtide.simulator.estimates.knobs import KNOBS as TABLE
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.configurations import report
 from ebbtide.tuner.configurations.deciding import explore
-from ebbtide.tuner.configurations.evaluation import Question
+from ebbtide.tuner.configurations.evaluation import SearchQuestion
 from ebbtide.tuner.configurations.space import KNOBS, Configuration, Space
 from ebbtide.tuner.service import requests
 from optuna.trial import TrialState
@@ -27,7 +27,7 @@ SPACE = Space.of(Configuration(gpus=2), ("micro_batch", "recompute", "zero_stage
 
 
 def question(**changes):
-    return Question(LLAMA, preset("h100-node"), sequence=1024, **{"device_memory_bytes": 8 * 2**30, **changes})
+    return SearchQuestion(LLAMA, preset("h100-node"), sequence=1024, **{"device_memory_bytes": 8 * 2**30, **changes})
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_dashboard_has_what_it_shows():
 
 def test_a_second_search_evaluates_nothing_again(storage, monkeypatch):
     first = explore(question(), SPACE, study=storage)
-    monkeypatch.setattr(Question, "outcome", None)
+    monkeypatch.setattr(SearchQuestion, "outcome", None)
     again = explore(question(), SPACE, study=storage)
     assert told(again) == told(first)
     assert again.fitting[0].plan == first.fitting[0].plan
@@ -149,9 +149,9 @@ def test_what_was_interrupted_is_evaluated_again(storage, monkeypatch):
 def test_another_question_is_another_study(storage, changes):
     space = Space.of(Configuration(gpus=1), ("recompute",))
     fields = {"model": LLAMA, "machine": preset("h100-node"), "sequence": 1024}
-    first = explore(Question(**fields), space, study=storage)
-    explore(Question(**{**fields, **changes}), space, study=storage)
-    explore(Question(**fields), Space.of(Configuration(gpus=2), ("recompute",)), study=storage)
+    first = explore(SearchQuestion(**fields), space, study=storage)
+    explore(SearchQuestion(**{**fields, **changes}), space, study=storage)
+    explore(SearchQuestion(**fields), Space.of(Configuration(gpus=2), ("recompute",)), study=storage)
     assert len(studies(storage)) == 3
     assert len(studies(storage)[0].trials) == len(first.outcomes)
 

@@ -11,7 +11,7 @@ from ebbtide.simulator.limits import size
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.flags import config_of, label_of, options_of
-from ebbtide.tuner.advice.tried import Changing, Outcome, Tried
+from ebbtide.tuner.advice.tried import Changing, JobOutcome, Tried
 from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.quantities import told_seconds
 
@@ -35,7 +35,7 @@ class Faster:
     changes: Changes
     job: Job
     workload: Workload
-    outcome: Outcome
+    outcome: JobOutcome
     factor: float
 
     @property
@@ -91,8 +91,8 @@ def faster(
     return found
 
 
-def _best(space: Changing, every: list[Changes], below_s: float) -> tuple[Tried, Outcome] | None:
-    best: tuple[Tried, Outcome] | None = None
+def _best(space: Changing, every: list[Changes], below_s: float) -> tuple[Tried, JobOutcome] | None:
+    best: tuple[Tried, JobOutcome] | None = None
     searches = 0
     for tried in by_bound(space, every, below_s):
         if tried.bound_s >= below_s or searches == MOST_SEARCHES:

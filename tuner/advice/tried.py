@@ -20,7 +20,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.decision import FULL, QUICK, Question, decide
+from ebbtide.tuner.placements.decision import FULL, QUICK, PlanQuestion, decide
 from ebbtide.tuner.placements.division import check_bytes
 from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.planning import plan_of
@@ -32,7 +32,7 @@ ONE_SIZE = 2 * 10**8  # elements of a subgroup where only one size is tried
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """The predicted time and memory of a training job with changed settings.
 
     Attributes:
@@ -60,7 +60,7 @@ class Tried:
 
     Attributes:
         changes: What differs from the asker's job.
-        freedom: Arguments of `Question` on what plans may do.
+        freedom: Arguments of `PlanQuestion` on what plans may do.
         folders: Fields of a plan's file that name the directories for stored optimizer state.
     """
 
@@ -92,7 +92,7 @@ class Tried:
         return work.pipeline_idle_s + work.forward_s + work.backward_s
 
     @cached_property
-    def own(self) -> Outcome:
+    def own(self) -> JobOutcome:
         """Return what DeepSpeed alone takes, if the job cannot train under a plan."""
         assert self.alone is not None
         name, options = self.alone
@@ -100,7 +100,7 @@ class Tried:
         return self._outcome(one.iteration_s, one)
 
     @cached_property
-    def unfit(self) -> Outcome | None:
+    def unfit(self) -> JobOutcome | None:
         """Return the missing memory if the job's bytes cannot fit, otherwise None. Under a plan, nothing is
         simulated.
         """
@@ -122,19 +122,19 @@ class Tried:
         except ValueError:
             return self.least_s
 
-    def question(self, effort: float = QUICK, **freedom: Any) -> Question:
+    def question(self, effort: float = QUICK, **freedom: Any) -> PlanQuestion:
         """Return the question for a plan of this job."""
-        return Question(
+        return PlanQuestion(
             self.workload, self.machine, self.limits, folders=self.folders, effort=effort, **{**self.freedom, **freedom}
         )
 
-    def outcome(self, effort: float = QUICK, *, few: bool = False, **freedom: Any) -> Outcome:
+    def outcome(self, effort: float = QUICK, *, few: bool = False, **freedom: Any) -> JobOutcome:
         """Search a plan for this job, and return its time and memory. Without a plan, DeepSpeed alone is simulated.
 
         Args:
             few: True to search with few micro-batches a step and one subgroup size, which takes a third of the time.
                 All micro-batches are simulated afterwards.
-            freedom: Arguments of `Question` that replace those of the asker.
+            freedom: Arguments of `PlanQuestion` that replace those of the asker.
         """
         if self.unfit is not None:
             return self.unfit
@@ -148,7 +148,7 @@ class Tried:
         except ImpossibleError as error:
             return self._unfit(error)
         except RuleError as error:  # too many micro-batches per step to plan
-            return Outcome(why_not=str(error))
+            return JobOutcome(why_not=str(error))
         if not few:
             plan = best_of(found) if effort < FULL else plan_of(found)
             assert plan.prediction is not None
@@ -167,9 +167,9 @@ class Tried:
         chosen = self.freedom.get("subgroup_sizes", (ONE_SIZE,))
         return work.recut(min(ONE_SIZE, work.params)) if chosen else work
 
-    def _outcome(self, seconds: float, peaks: Peaks, plan: Plan | None = None) -> Outcome:
+    def _outcome(self, seconds: float, peaks: Peaks, plan: Plan | None = None) -> JobOutcome:
         tokens = self.workload.tokens_per_iteration
-        return Outcome(
+        return JobOutcome(
             seconds,
             tokens / seconds if tokens else None,
             peaks.device_peak_bytes,
@@ -179,11 +179,11 @@ class Tried:
             self.limits.missing_bytes(peaks),
         )
 
-    def _unfit(self, error: ImpossibleError) -> Outcome:
+    def _unfit(self, error: ImpossibleError) -> JobOutcome:
         lacking = sum(error.missing.values())
         peaks = error.nearest
         device, host = (peaks.device_peak_bytes, peaks.host_peak_bytes) if peaks else (0, 0)
-        return Outcome(
+        return JobOutcome(
             device_peak_bytes=device, host_peak_bytes=host, why_not=error.fact, missing_bytes=max(1, lacking)
         )
 
@@ -194,7 +194,7 @@ class Changing:
 
     Attributes:
         asked: Memory limits and storage that the user gave: arguments of `with_storage`.
-        freedom: Arguments of `Question` on what plans may do, such as ``subgroup_sizes``.
+        freedom: Arguments of `PlanQuestion` on what plans may do, such as ``subgroup_sizes``.
     """
 
     job: Job

@@ -36,7 +36,7 @@ FASTER = 1e-3  # share of the time that another setting must save to count as fa
 
 
 @dataclass(frozen=True)
-class Setting:
+class StockSetting:
     """One offload setting of DeepSpeed alone, with its simulation.
 
     Attributes:
@@ -65,7 +65,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Alone:
+class StockTraining:
     """DeepSpeed's own ways to train a job on a machine, without a plan.
 
     Attributes:
@@ -78,14 +78,14 @@ class Alone:
     compile_: Compile = compiled
 
     @cached_property
-    def given(self) -> Setting:
+    def given(self) -> StockSetting:
         """Return the fastest setting at the job's own ZeRO stage that offloads optimizer state and fits."""
         # If none fits, return the one that lacks the fewest bytes. The settings are that of the job's DeepSpeed config,
         # and both of ``offload_param.device``.
         return min(self._offloading, key=lambda one: one.rank)
 
     @cached_property
-    def best(self) -> Setting:
+    def best(self) -> StockSetting:
         """Return the fastest setting at any ZeRO stage that fits, Twin-Flow's ratio, SuperOffload and no offload
         included. Return `given` if no setting is clearly faster, or if none fits.
 
@@ -128,10 +128,10 @@ class Alone:
             yield name, self._run(self.workload, offload)
 
     @cached_property
-    def _offloading(self) -> list[Setting]:
+    def _offloading(self) -> list[StockSetting]:
         return self._settings(self.workload, _offloaded(self.workload, self.machine, self.limits))
 
-    def _others(self) -> Iterator[Setting]:
+    def _others(self) -> Iterator[StockSetting]:
         for stage, work in self._at_stages():
             moved = [] if self.machine.unified_memory else [replace(WITHOUT_CONFIG, optimizer="none")]
             if stage == self.workload.zero_stage:
@@ -161,12 +161,12 @@ class Alone:
                     there = estimated(job.changed(zero_stage=stage, offload=offload), self.machine)
                     yield stage, there.model_copy(update={"clip_rate": self.workload.clip_rate})
 
-    def _settings(self, work: Workload, moved: list[Offloading]) -> list[Setting]:
+    def _settings(self, work: Workload, moved: list[Offloading]) -> list[StockSetting]:
         found = []
         for offload in dict.fromkeys(moved):
             with suppress(ModelError):
                 one = self._run(work, offload)
-                found.append(Setting(work.zero_stage, work, offload, one, self.limits.missing_bytes(one.result)))
+                found.append(StockSetting(work.zero_stage, work, offload, one, self.limits.missing_bytes(one.result)))
         return found
 
     def _run(self, work: Workload, offload: Offloading) -> StrategyResult:
@@ -384,7 +384,7 @@ def compare(
     def row(role: Role, one: StrategyResult) -> Row:
         return Row(role, ", ".join(filter(None, [_LABELS[one.strategy], one.told()])), one, limits)
 
-    alone = Alone(workload, machine, limits, compile_)
+    alone = StockTraining(workload, machine, limits, compile_)
     stock, best = alone.given, alone.best
     rows, variants = [stock_row(alone)], list[Row]()
     if best is not stock:
@@ -443,8 +443,8 @@ def best_stock(rows: Sequence[Row]) -> Row | None:
     return min(alone, key=lambda row: row.result.iteration_s, default=None)
 
 
-def stock_row(alone: Alone) -> Row:
-    """Return the row of DeepSpeed alone at the job's ZeRO stage (see `Alone.given`)."""
+def stock_row(alone: StockTraining) -> Row:
+    """Return the row of DeepSpeed alone at the job's ZeRO stage (see `StockTraining.given`)."""
     given = alone.given
     label = _stock_label(alone.workload, given.offload)
     return Row("stock", label, given.simulated, alone.limits, given.name, given.workload)
@@ -454,9 +454,9 @@ def stock_beside(
     workload: Workload, machine: Machine, limits: Limits, compile_: Compile = compiled
 ) -> tuple[str, dict[str, Any]]:
     """Return the name and options of DeepSpeed's own training strategy that a plan is compared with: the fastest
-    offload setting at the job's ZeRO stage that fits (see `Alone`).
+    offload setting at the job's ZeRO stage that fits (see `StockTraining`).
     """
-    chosen = Alone(workload, machine, limits, compile_).given.simulated
+    chosen = StockTraining(workload, machine, limits, compile_).given.simulated
     return chosen.strategy, dict(chosen.setting)
 
 

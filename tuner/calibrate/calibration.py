@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Knob:
+class Correction:
     """A correction in a machine's calibration: one factor for several speeds of the machine, such as bandwidths.
 
     Attributes:
@@ -44,16 +44,16 @@ class Knob:
 # One knob for each kind of work. With seven finer knobs and wider priors, predictions of left-out published runs were
 # no better on A100, and worse on H100.
 KNOBS = (
-    Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s", "expert_flops_per_s"), 0.15),
-    Knob(
+    Correction("matrix products", ("device_flops_per_s", "attention_flops_per_s", "expert_flops_per_s"), 0.15),
+    Correction(
         "copies", ("h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.15
     ),
-    Knob(
+    Correction(
         "host updates",
         ("stock_host_adam_params_per_s", "host_adam_params_per_s", "stock_host_adam_thread_params_per_s"),
         0.15,
     ),
-    Knob("network", ("network_bytes_per_s",), 0.5),
+    Correction("network", ("network_bytes_per_s",), 0.5),
 )
 # Width and variation of the DRAM bandwidth that each rank gets. It depends on how the ranks were bound, which may
 # differ between runs. One node has two published rates, 0.475 and 0.75 G params/s per rank. If they are the ends of an
@@ -62,7 +62,7 @@ KNOBS = (
 SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 
-def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
+def knobs_of(machine: Machine, knobs: Sequence[Correction] = KNOBS) -> list[Correction]:
     """Return descriptions of the correction factors that calibration may fit for a machine.
 
     One factor corrects a group of similar rates, such as all bandwidths of copies. Rates that the machine does not
@@ -76,12 +76,13 @@ def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
     ]
     shared = sorted(n for n, parts in machine.rank_shares.items() if "dram" in parts)
     return known + [
-        Knob(f"DRAM shared by {ranks} ranks", ("rank_shares",), SHARE_WIDTH, ranks, SHARE_VARIES) for ranks in shared
+        Correction(f"DRAM shared by {ranks} ranks", ("rank_shares",), SHARE_WIDTH, ranks, SHARE_VARIES)
+        for ranks in shared
     ]
 
 
 def turned(
-    machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
+    machine: Machine, knobs: Sequence[Correction], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
 ) -> Machine:
     """Return a copy of a machine with corrected bandwidths and compute speeds.
 
@@ -311,7 +312,7 @@ class _Fit:
     worst: float
 
 
-def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observation]) -> _Fit:
+def _fit(start: Machine, knobs: Sequence[Correction], observations: Sequence[Observation]) -> _Fit:
     usual = _fit_within(start, knobs, 1.0, observations)
     if _worst(start, observations) < FAR:
         return usual
@@ -320,7 +321,7 @@ def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observati
     return next(fit for fit in fits if fit.worst < least + WORTH)
 
 
-def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observations: Sequence[Observation]) -> _Fit:
+def _fit_within(start: Machine, knobs: Sequence[Correction], wider: float, observations: Sequence[Observation]) -> _Fit:
     from scipy.optimize import least_squares  # the import takes 0.6 s, and most processes calibrate nothing
 
     own = np.array([knob.width for knob in knobs])
@@ -425,7 +426,7 @@ def _sigma(jacobian: Floats, missed: Floats, width: Floats) -> Floats:
     return np.asarray(np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian / scatter + np.diag(width**-2.0)))))
 
 
-def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[Change]:
+def _changes(before: Machine, after: Machine, knob: Correction, sigma: float) -> list[Change]:
     half = math.exp(QUARTILE * sigma)
     changes = []
     for name in knob.fields:

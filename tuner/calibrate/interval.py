@@ -38,21 +38,21 @@ from ebbtide.simulator.quantity import NINETY_PERCENT, Quantity
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import STOCK_OFFLOADS
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
+from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, Correction, knobs_of, predicted_s, turned
 
 # Rates with independent errors. The widths are for calibration only.
 APART = (
-    Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.2),
-    Knob("products of experts", ("expert_flops_per_s",), 0.5),
-    Knob("issuing a layer", ("layer_issue_s",), 0.3),
-    Knob("collectives in a node", ("gather_bytes_per_s", "reduce_bytes_per_s"), 0.5),
-    Knob("pinned copies", ("h2d_bytes_per_s", "d2h_bytes_per_s"), 0.1),
-    Knob("unpinned copies", ("pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.2),
-    Knob("host updates", ("stock_host_adam_params_per_s", "host_adam_params_per_s"), 0.25),
-    Knob("host updates on one thread", ("stock_host_adam_thread_params_per_s",), 0.3),
-    Knob("network", ("network_bytes_per_s",), 0.5),
-    Knob("DRAM", ("dram_bytes_per_s",), 0.1),
-    Knob("device updates", ("device_adam_params_per_s",), 0.1),
+    Correction("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.2),
+    Correction("products of experts", ("expert_flops_per_s",), 0.5),
+    Correction("issuing a layer", ("layer_issue_s",), 0.3),
+    Correction("collectives in a node", ("gather_bytes_per_s", "reduce_bytes_per_s"), 0.5),
+    Correction("pinned copies", ("h2d_bytes_per_s", "d2h_bytes_per_s"), 0.1),
+    Correction("unpinned copies", ("pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.2),
+    Correction("host updates", ("stock_host_adam_params_per_s", "host_adam_params_per_s"), 0.25),
+    Correction("host updates on one thread", ("stock_host_adam_thread_params_per_s",), 0.3),
+    Correction("network", ("network_bytes_per_s",), 0.5),
+    Correction("DRAM", ("dram_bytes_per_s",), 0.1),
+    Correction("device updates", ("device_adam_params_per_s",), 0.1),
 )
 # Fields of a machine from which the times of layers are estimated (`ebbtide.simulator.estimates.rank`).
 OF_LAYERS = frozenset(
@@ -73,7 +73,7 @@ OF_LAYERS = frozenset(
 # The estimated times of a mixture-of-experts model's layers beyond the rates: routing, the load of experts, loops or
 # grouped kernels, and how many gathers there are. Reports of such runs differ from each other by more than a factor of
 # 10, and none gives all settings (`studies.published_runs`). A factor of 2.5 either way in nine of ten.
-LAYERS_OF_EXPERTS = Knob("layers of experts", (), 0.56)
+LAYERS_OF_EXPERTS = Correction("layers of experts", (), 0.56)
 EXPERTS_SPREAD = LAYERS_OF_EXPERTS.width
 # Standard deviation, in log units, of the error that all runs of a campaign share, between campaigns. Measured on nodes
 # of several makers with the same A100s, benchmarks and batch size in MLPerf Training 2.0
@@ -100,7 +100,7 @@ class Cause:
         because: Source of the rate, as a sentence for people.
     """
 
-    knob: Knob
+    knob: Correction
     sigma: float
     because: str
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ebbtide.simulator.machine import Machine
-    from ebbtide.tuner.configurations.answer import Answer
-    from ebbtide.tuner.configurations.evaluation import Question
+    from ebbtide.tuner.configurations.answer import SearchAnswer
+    from ebbtide.tuner.configurations.evaluation import SearchQuestion
     from ebbtide.tuner.configurations.space import Space
 
 _FREE = (
@@ -212,12 +212,12 @@ def search(
         raise BadInputError(_why_nothing(answer))
 
 
-def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, Any]) -> Question:
-    from ebbtide.tuner.configurations.evaluation import Question
+def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, Any]) -> SearchQuestion:
+    from ebbtide.tuner.configurations.evaluation import SearchQuestion
 
     config = read_config(asked["ds_config"])
     check_model(asked["model"])
-    return Question(
+    return SearchQuestion(
         asked["model"],
         machine,
         dict(config or {}),
@@ -229,7 +229,7 @@ def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, A
     )
 
 
-def _emit(path: str | None, question: Question, answer: Answer, command: tuple[str, ...]) -> None:
+def _emit(path: str | None, question: SearchQuestion, answer: SearchAnswer, command: tuple[str, ...]) -> None:
     from ebbtide.tuner.answer.use import write_config
     from ebbtide.tuner.configurations.measuring import config_of
 
@@ -258,7 +258,7 @@ def _passed(measure: int | None, command: tuple[str, ...]) -> set[str] | None:
     return places(command)
 
 
-def _why_nothing(answer: Answer) -> str:
+def _why_nothing(answer: SearchAnswer) -> str:
     last = answer.measured[-1]
     output = f":\n{last.output}" if last.output else ""
     return (
@@ -278,7 +278,11 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _space(
-    question: Question, asked: Mapping[str, Any], free: str | None, global_batch: int | None, passed: set[str] | None
+    question: SearchQuestion,
+    asked: Mapping[str, Any],
+    free: str | None,
+    global_batch: int | None,
+    passed: set[str] | None,
 ) -> Space:
     from ebbtide.tuner.configurations.fixed import fixed_knobs
     from ebbtide.tuner.configurations.space import OF_SCRIPT, Configuration, Space

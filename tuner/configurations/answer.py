@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.tuner.configurations.evaluation import Outcome
+from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome
 from ebbtide.tuner.configurations.measuring import Measurement
 from ebbtide.tuner.configurations.space import Configuration, Space
 
@@ -16,7 +16,7 @@ SAME = 0.01  # simulated times that differ by less than this share count as equa
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchAnswer:
     """The result of a search for the fastest training configuration.
 
     Attributes:
@@ -33,7 +33,7 @@ class Answer:
     """
 
     space: Space
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ConfigurationOutcome, ...]
     complete: bool
     refused: Mapping[str, int] = field(default_factory=dict)
     combinations: int = 0
@@ -48,13 +48,13 @@ class Answer:
         return sorted((one for one in self.measured if one.seconds), key=lambda one: -one.tokens_per_s)
 
     @property
-    def best(self) -> Outcome | None:
+    def best(self) -> ConfigurationOutcome | None:
         """Return the configuration that is measured to be the fastest, or predicted to be if nothing was measured."""
         known = [one.outcome for one in self.fastest_measured] or self.fitting
         return known[0] if known else None
 
     @property
-    def fitting(self) -> list[Outcome]:
+    def fitting(self) -> list[ConfigurationOutcome]:
         """Return the predictions of the training configurations that fit into memory, the fastest first.
 
         Among equally fast configurations, the one with the least GPU memory comes first.
@@ -63,14 +63,14 @@ class Answer:
         return sorted(fit, key=lambda o: (-o.tokens_per_s, o.device_peak_bytes))
 
     @property
-    def front(self) -> list[Outcome]:
+    def front(self) -> list[ConfigurationOutcome]:
         """Return the predictions of the training configurations on the Pareto front of speed and GPU memory, the
         fastest first.
 
         For each configuration on the front, every faster one takes more GPU memory. Only simulated
         configurations count.
         """
-        front: list[Outcome] = []
+        front: list[ConfigurationOutcome] = []
         for outcome in self.fitting:
             if not front or outcome.device_peak_bytes < front[-1].device_peak_bytes:
                 front.append(outcome)
@@ -150,7 +150,7 @@ class Answer:
             )
         return told
 
-    def _offloading(self, best: Outcome) -> list[str]:
+    def _offloading(self, best: ConfigurationOutcome) -> list[str]:
         if "offload" not in self.space.free:
             return []
         stays = best.configuration.offload == "none"
@@ -174,7 +174,7 @@ class Answer:
         least = min(lacking, key=lambda o: o.missing_bytes)
         return [f"{word} is best: {other_word} does not fit. The closest configuration {least.why_not}"]
 
-    def _fewer_gpus(self, best: Outcome) -> list[str]:
+    def _fewer_gpus(self, best: ConfigurationOutcome) -> list[str]:
         enough = [
             o
             for o in self.fitting

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from ebbtide.tuner.advice.tried import Tried
-from ebbtide.tuner.configurations.answer import Answer
-from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.answer import SearchAnswer
+from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.measuring import LIMIT_S, Measurement, key_of, measure
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.configurations.study import Trials
@@ -23,16 +23,16 @@ SLACK = 0.002  # share of the best speed. A configuration whose bound gains less
 
 
 def explore(
-    question: Question,
+    question: SearchQuestion,
     space: Space,
     *,
     trials: int = MOST,
     best: int = 1,
-    usable: Callable[[Outcome], bool] = lambda _: True,
+    usable: Callable[[ConfigurationOutcome], bool] = lambda _: True,
     study: str | None = None,
     record: Trials | None = None,
     progress: Callable[[int, int], object] = lambda *_: None,
-) -> Answer:
+) -> SearchAnswer:
     """Find the fastest training configurations.
 
     Configurations are taken in the order of an upper bound of their speed. The search ends when the next bound is not
@@ -96,18 +96,18 @@ def explore(
     record.leave(left, refused)
     complete = not any(bound > _to_beat(outcomes, best, usable) * (1 + SLACK) for bound in left.values())
     combinations = len(jobs) + refused.total()
-    answer = Answer(space, tuple(outcomes.values()), complete, refused, combinations, left=left, trials=record)
+    answer = SearchAnswer(space, tuple(outcomes.values()), complete, refused, combinations, left=left, trials=record)
     return replace(answer, spread=question.spread(answer.fitting[0])) if answer.fitting else answer
 
 
 def measure_best(
-    question: Question,
-    answer: Answer,
+    question: SearchQuestion,
+    answer: SearchAnswer,
     command: Sequence[str],
     most: int,
     limit_s: float = LIMIT_S,
     told: Callable[[str], object] = lambda _: None,
-) -> Answer:
+) -> SearchAnswer:
     """Run a training command in the fastest configurations of a search, in turn, and return the answer with what was
     measured.
 
@@ -122,7 +122,7 @@ def measure_best(
     record, key, made = answer.trials, key_of(command), list[Measurement]()
     assert record is not None
 
-    def usable(outcome: Outcome) -> bool:
+    def usable(outcome: ConfigurationOutcome) -> bool:
         lacking = [one for one in made if one.out_of_memory]
         return not any(outcome == one.outcome or one.rules_out(outcome) for one in lacking)
 
@@ -148,7 +148,9 @@ def _speed(tried: Tried, seconds: float) -> float:
     return (tried.workload.tokens_per_iteration or 0) / seconds
 
 
-def _to_beat(outcomes: dict[Configuration, Outcome], best: int, usable: Callable[[Outcome], bool]) -> float:
+def _to_beat(
+    outcomes: dict[Configuration, ConfigurationOutcome], best: int, usable: Callable[[ConfigurationOutcome], bool]
+) -> float:
     """Return the speed that a configuration must exceed to be one of the ``best`` fastest, 0 if any does."""
     distinct = dict[Any, float]()
     for outcome in outcomes.values():
@@ -159,7 +161,7 @@ def _to_beat(outcomes: dict[Configuration, Outcome], best: int, usable: Callable
     return speeds[best - 1] if len(speeds) >= best else 0.0
 
 
-def as_trained(outcome: Outcome) -> Any:
+def as_trained(outcome: ConfigurationOutcome) -> Any:
     """Return what tells a configuration from others in training.
 
     A plan that may move parameters to host memory, but does not, is the same as one that may not.
@@ -171,7 +173,7 @@ def as_trained(outcome: Outcome) -> Any:
     return kept, outcome.plan.digest
 
 
-def _planned(question: Question, c: Configuration, tried: Tried, least: float) -> Outcome:
+def _planned(question: SearchQuestion, c: Configuration, tried: Tried, least: float) -> ConfigurationOutcome:
     """Return the outcome of a configuration under a quick plan, or under the plan of `tune plan` if it takes a lead."""
     quick = question.outcome(c, tried)
     if not quick.fits or quick.tokens_per_s <= least:

@@ -14,8 +14,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.advice.tried import Changing, Tried
-from ebbtide.tuner.advice.tried import Outcome as JobOutcome
+from ebbtide.tuner.advice.tried import Changing, JobOutcome, Tried
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
 from ebbtide.tuner.placements.decision import QUICK
@@ -23,7 +22,7 @@ from ebbtide.tuner.placements.storage import with_storage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(JobOutcome):
+class ConfigurationOutcome(JobOutcome):
     """The predicted time and memory of a training configuration that was simulated.
 
     Attributes:
@@ -41,7 +40,7 @@ class Outcome(JobOutcome):
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchQuestion:
     """The input of a search for the fastest training configuration: a model, a machine and memory limits.
 
     Attributes:
@@ -127,7 +126,7 @@ class Question:
 
     def answer(
         self, c: Configuration, effort: float = QUICK, sizes: Sequence[int] = (), *, few: bool = True
-    ) -> Outcome:
+    ) -> ConfigurationOutcome:
         """Simulate one training configuration, and return its predicted time and memory.
 
         If the configuration cannot be simulated or does not fit into memory, the result gives the reason.
@@ -139,18 +138,20 @@ class Question:
         """
         tried = self.tried(c, sizes)
         if isinstance(tried, str):
-            return Outcome(configuration=c, why_not=tried, refused=True)
+            return ConfigurationOutcome(configuration=c, why_not=tried, refused=True)
         return self.outcome(c, tried, effort, few=few)
 
-    def outcome(self, c: Configuration, tried: Tried, effort: float = QUICK, *, few: bool = True) -> Outcome:
+    def outcome(
+        self, c: Configuration, tried: Tried, effort: float = QUICK, *, few: bool = True
+    ) -> ConfigurationOutcome:
         """Predict the time and memory of a configuration from its training job."""
         found = tried.outcome(effort, few=few)
         if found.plan is not None and tried.freedom["subgroup_sizes"]:
             c = c.changed(sub_group_size=found.plan.config_subgroup_size)
         known = {**vars(found), "tokens_per_s": found.tokens_per_s or 0.0, "quick": found.plan is not None and few}
-        return Outcome(**known, configuration=c, deepspeed=self.of(c).deepspeed())
+        return ConfigurationOutcome(**known, configuration=c, deepspeed=self.of(c).deepspeed())
 
-    def spread(self, outcome: Outcome) -> float:
+    def spread(self, outcome: ConfigurationOutcome) -> float:
         """Return the relative uncertainty of a configuration's predicted iteration time: nine runs in ten
         are expected within this fraction of the prediction.
         """

@@ -18,7 +18,7 @@ from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.page import DEEPSPEED_CONFIG, kind_of, versions
 from ebbtide.simulator.rules import RuleError
 from ebbtide.tuner.answer.use import emitted_config
-from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.space import KNOBS, Configuration
 from ebbtide.tuner.watched import TOO_LONG, ended, tail
 
@@ -47,7 +47,7 @@ class Measurement:
         held: True if it was measured in an earlier search.
     """
 
-    outcome: Outcome
+    outcome: ConfigurationOutcome
     seconds: tuple[float, ...] = ()
     device_peak_bytes: int = 0
     tokens_per_sample: float | None = None
@@ -61,7 +61,7 @@ class Measurement:
     def out_of_memory(self) -> bool:
         return bool(self.lacks)
 
-    def rules_out(self, outcome: Outcome) -> bool:
+    def rules_out(self, outcome: ConfigurationOutcome) -> bool:
         """Return whether another configuration is predicted to take as much of the memory that this one lacked."""
         name = f"{self.lacks}_peak_bytes"
         return self.out_of_memory and getattr(outcome, name) >= getattr(self.outcome, name)
@@ -160,7 +160,9 @@ def _configs(command: Sequence[str]) -> dict[int, tuple[str, dict[str, Any]]]:
     return found
 
 
-def config_of(question: Question, outcome: Outcome, plan_file: Path, command: Sequence[str] = ()) -> dict[str, Any]:
+def config_of(
+    question: SearchQuestion, outcome: ConfigurationOutcome, plan_file: Path, command: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the DeepSpeed config of a configuration: that of a command, or of the search, with the configuration in
     it. Its plan, if there is one, is written to a file.
     """
@@ -183,7 +185,9 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def measure(question: Question, outcome: Outcome, command: Sequence[str], limit_s: float = LIMIT_S) -> Measurement:
+def measure(
+    question: SearchQuestion, outcome: ConfigurationOutcome, command: Sequence[str], limit_s: float = LIMIT_S
+) -> Measurement:
     """Run a training command in a configuration for some steps, and return the measured times.
 
     A command that fails, or trains in another configuration, gives the reason instead.
@@ -215,7 +219,7 @@ def _lines(path: Path) -> dict[str, Any]:
 
 
 def _read(
-    outcome: Outcome, ranks: Sequence[Mapping[str, Any]], code: int | None, text: str, limit_s: float
+    outcome: ConfigurationOutcome, ranks: Sequence[Mapping[str, Any]], code: int | None, text: str, limit_s: float
 ) -> Measurement:
     device = next((rank["device"] for rank in ranks if "device" in rank), "")
     done = [rank for rank in ranks if rank.get("seconds")]

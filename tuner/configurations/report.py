@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ebbtide.simulator.limits import size
-from ebbtide.tuner.configurations.answer import Answer
-from ebbtide.tuner.configurations.evaluation import Outcome
+from ebbtide.tuner.configurations.answer import SearchAnswer
+from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome
 from ebbtide.tuner.configurations.measuring import Measurement
 from ebbtide.tuner.configurations.space import OF_SCRIPT, Configuration
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 _QUICK = "~"
 
 
-def show(answer: Answer, console: Console) -> None:
+def show(answer: SearchAnswer, console: Console) -> None:
     """Print the result of a configuration search: sentences, the Pareto front of speed and GPU memory, and the
     best speed with each value of each varied setting.
     """
@@ -35,7 +35,7 @@ def show(answer: Answer, console: Console) -> None:
     )
 
 
-def _front(answer: Answer) -> Table:
+def _front(answer: SearchAnswer) -> Table:
     certain = "" if answer.complete else " (of those simulated)"
     table = Table(title=f"fastest configuration for each amount of GPU memory{certain}")
     for column in ("configuration", "tokens/s", "iteration", "GPU", "host"):
@@ -51,7 +51,7 @@ def _front(answer: Answer) -> Table:
     return table
 
 
-def _measured(answer: Answer) -> Table:
+def _measured(answer: SearchAnswer) -> Table:
     table = Table(title=f"measured on this machine ({answer.measured[0].device or 'no engine was built'})")
     for column in ("configuration", "predicted", "measured", "ratio", "tokens/s", "GPU"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
@@ -64,7 +64,7 @@ def _measured(answer: Answer) -> Table:
     return table
 
 
-def _costs(answer: Answer) -> Table:
+def _costs(answer: SearchAnswer) -> Table:
     certain = "" if answer.complete else " (of those simulated)"
     table = Table(title=f"best speed with each value of a setting{certain}")
     table.add_column("setting")
@@ -88,7 +88,7 @@ def _value(value: object) -> str:
     return f"{value:.0e}" if isinstance(value, int) and value >= 10**6 else str(value)
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def as_json(answer: SearchAnswer) -> dict[str, Any]:
     """Return the result of a search for the fastest training configuration as JSON data, with every
     simulated configuration.
     """
@@ -130,7 +130,7 @@ def _shape(c: Configuration) -> dict[str, Any]:
     return {"data_parallel": c.gpus, **{knob: getattr(c, knob) for knob in OF_SCRIPT if knob != "gpus"}}
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: ConfigurationOutcome) -> dict[str, Any]:
     return {
         "configuration": asdict(outcome.configuration),
         "deepspeed": outcome.deepspeed,

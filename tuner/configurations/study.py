@@ -14,7 +14,7 @@ import optuna
 from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
-from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.measuring import Measurement
 from ebbtide.tuner.configurations.space import Configuration, Space
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 OBJECTIVES = ("tokens per second", "GPU memory in bytes")
 _NUMBERS = ("micro_batch", "accumulation", "gpus")  # on a logarithmic axis, as they are mostly powers of two
-_Found = TypeVar("_Found", Outcome, Measurement)
+_Found = TypeVar("_Found", ConfigurationOutcome, Measurement)
 _OF_MEASUREMENT = ("seconds", "device_peak_bytes", "tokens_per_sample", "why_not", "lacks", "device")
 _OF_OUTCOME = ("iteration_s", "tokens_per_s", "device_peak_bytes", "host_peak_bytes", "why_not", "missing_bytes")
 
@@ -39,11 +39,11 @@ class Trials:
         held: Outcomes that the study holds, by configuration.
     """
 
-    def __init__(self, question: Question, space: Space, storage: str | None = None) -> None:
+    def __init__(self, question: SearchQuestion, space: Space, storage: str | None = None) -> None:
         self._question, self._sampler = question, _Chosen()
         self._axes = _axes(space)
         self.study = _opened(question, space, storage, self._sampler)
-        self.held = dict[Configuration, Outcome]()
+        self.held = dict[Configuration, ConfigurationOutcome]()
         self._measured = dict[str, Mapping[str, Any]]()
         for trial in self.study.get_trials(deepcopy=False) if storage is not None else ():
             told = trial.user_attrs
@@ -52,7 +52,9 @@ class Trials:
             elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "asked" in told:
                 self.held[Configuration(**json.loads(told["asked"]))] = self._outcome(told)
 
-    def evaluated(self, c: Configuration, bound: float, ask: Callable[[], Outcome]) -> Outcome:
+    def evaluated(
+        self, c: Configuration, bound: float, ask: Callable[[], ConfigurationOutcome]
+    ) -> ConfigurationOutcome:
         """Ask the study for a trial of a configuration, evaluate it, and tell the study its outcome.
 
         Args:
@@ -68,7 +70,7 @@ class Trials:
         self.held[c] = outcome
         return outcome
 
-    def pruned(self, c: Configuration, bound: float, outcome: Outcome) -> Outcome:
+    def pruned(self, c: Configuration, bound: float, outcome: ConfigurationOutcome) -> ConfigurationOutcome:
         """Add a trial for a configuration that was dropped without an evaluation, because its bytes cannot fit."""
         made = optuna.trial.create_trial(
             state=TrialState.PRUNED,
@@ -80,7 +82,9 @@ class Trials:
         self.held[c] = outcome
         return outcome
 
-    def measured(self, outcome: Outcome, key: Mapping[str, Any], ask: Callable[[], Measurement]) -> Measurement:
+    def measured(
+        self, outcome: ConfigurationOutcome, key: Mapping[str, Any], ask: Callable[[], Measurement]
+    ) -> Measurement:
         """Return the measurement of a configuration: that of an earlier search, or a new one, as a trial of its own.
 
         What failed is measured again, unless it ran out of memory.
@@ -132,7 +136,7 @@ class Trials:
     def _params(self, c: Configuration) -> dict[str, Any]:
         return {name: getattr(c, name) for name in self._axes}
 
-    def _attributes(self, c: Configuration, bound: float, outcome: Outcome) -> dict[str, Any]:
+    def _attributes(self, c: Configuration, bound: float, outcome: ConfigurationOutcome) -> dict[str, Any]:
         plan = outcome.plan
         planned = "DeepSpeed alone" if plan is None else "quick plan" if outcome.quick else "plan"
         return {
@@ -146,9 +150,9 @@ class Trials:
             **({"deepspeed": json.dumps(outcome.deepspeed)} if outcome.fits else {}),
         }
 
-    def _outcome(self, told: Mapping[str, Any]) -> Outcome:
+    def _outcome(self, told: Mapping[str, Any]) -> ConfigurationOutcome:
         c = Configuration(**json.loads(told["found"]))
-        return Outcome(
+        return ConfigurationOutcome(
             **{name: told[name] for name in _OF_OUTCOME if name in told},
             plan=Plan.model_validate_json(told["plan"]) if "plan" in told else None,
             configuration=c,
@@ -191,7 +195,7 @@ def _axes(space: Space) -> dict[str, BaseDistribution]:
 
 
 def _opened(
-    question: Question, space: Space, storage: str | None, sampler: optuna.samplers.BaseSampler
+    question: SearchQuestion, space: Space, storage: str | None, sampler: optuna.samplers.BaseSampler
 ) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     facts = _facts(question, space)
@@ -222,7 +226,7 @@ def _opened(
     return study
 
 
-def _facts(question: Question, space: Space) -> dict[str, Any]:
+def _facts(question: SearchQuestion, space: Space) -> dict[str, Any]:
     """Return everything that the outcomes depend on."""
     return {
         **versions("ebbtide"),

@@ -50,7 +50,7 @@ AT_FIRST, AT_LAST = 0.2, 0.9  # fractions of the evaluations for each finalist, 
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """The input of the decision on a plan: the training job, the machine, the memory limits, and the effort.
 
     Attributes:
@@ -99,7 +99,7 @@ class Question:
         memory_margin: float | None = None,
         storage: Mapping[str, int] | None = None,
         **freedom: Any,
-    ) -> "Question":
+    ) -> "PlanQuestion":
         """Build the input of a plan search from the arguments of a planning command."""
         asked = {"device_memory_bytes": device_memory_bytes, "host_memory_bytes": host_memory_bytes}
         limits, machine, folders = with_storage(workload, machine, storage, **asked, margin=memory_margin)
@@ -160,7 +160,7 @@ class Decision:
         question: Training job, machine and memory limits for which the plan was chosen.
     """
 
-    question: Question
+    question: PlanQuestion
     search: Search
     chosen: Candidate
 
@@ -179,7 +179,7 @@ class _Found:
     """The results so far of a decision, which its quick part and its full part share.
 
     Attributes:
-        searches: Plan searches, by the position of their subgroup size in `Question.cuts`.
+        searches: Plan searches, by the position of their subgroup size in `PlanQuestion.cuts`.
         bounds: Lower bounds of the iteration time.
     """
 
@@ -188,7 +188,7 @@ class _Found:
 
 
 @without_garbage_collection()
-def decide(question: Question, progress: Told = silently) -> Decision:
+def decide(question: PlanQuestion, progress: Told = silently) -> Decision:
     """Decide on the plan and the subgroup size of a training job.
 
     The plan is the fastest one that a search with the given effort finds, or one with larger subgroups
@@ -226,7 +226,7 @@ def decide(question: Question, progress: Told = silently) -> Decision:
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
 
 
-def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = True) -> Decision:
+def _quickly(question: PlanQuestion, progress: Told, found: _Found, *, last: bool = True) -> Decision:
     searches = _searches(question, progress, found, last=last)
     most = 1 if question.workload.gradient_accumulation_steps > FEW_STEPS else FINALISTS
     finalists = _finalists(searches, GLANCED)[:most]
@@ -237,12 +237,12 @@ def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = 
     return _decided(question, _largest_of_the_best(finalists))
 
 
-def _decided(question: Question, best: Search) -> Decision:
+def _decided(question: PlanQuestion, best: Search) -> Decision:
     fastest = best.best() if question.running is None else best_worth_moving(best)
     return Decision(question, best, fewest(best, fastest))
 
 
-def _searches(question: Question, progress: Told, found: _Found, *, last: bool = True) -> list[Search]:
+def _searches(question: PlanQuestion, progress: Told, found: _Found, *, last: bool = True) -> list[Search]:
     cuts, searches = question.cuts, found.searches
 
     def best_s(number: int) -> float:

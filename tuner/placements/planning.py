@@ -27,7 +27,7 @@ from ebbtide.tuner.calibrate.interval import plan_interval_s
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.candidate import Candidate, turned
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints, without_writers
-from ebbtide.tuner.placements.decision import FULL, QUICK, Decision, Question, decide
+from ebbtide.tuner.placements.decision import FULL, QUICK, Decision, PlanQuestion, decide
 from ebbtide.tuner.placements.locations import about_pinned, brought
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.speculation import about_early_updates
@@ -38,7 +38,7 @@ from ebbtide.tuner.quantities import told_seconds
 from pydantic import BeforeValidator
 
 
-def about_subgroups(search: Search, question: Question) -> list[str]:
+def about_subgroups(search: Search, question: PlanQuestion) -> list[str]:
     """Return advice to use a smaller subgroup size, if the plan's subgroups are large.
 
     A quick plan search finds the smaller size.
@@ -142,7 +142,7 @@ def plan(
     """
     if mtbf_s is not None:
         check_failures(workload, machine, mtbf_s, restart_s)
-    question = Question.of(
+    question = PlanQuestion.of(
         workload,
         machine,
         device_memory_bytes=device_memory_bytes,

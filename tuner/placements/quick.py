@@ -16,7 +16,7 @@ from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import LITTLE, above_bound
 from ebbtide.tuner.placements.candidate import Candidate
-from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide, most_micro_batches
+from ebbtide.tuner.placements.decision import QUICK, Decision, PlanQuestion, decide, most_micro_batches
 from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.locations import about_pinned, begun, brought
 from ebbtide.tuner.placements.planning import plan_of, predict
@@ -67,7 +67,7 @@ def quicker_plan(
     whole = _limits(workload, machine, current, device_bytes, host_bytes)
     # The new plan keeps the checkpoint settings, whose memory the search does not count.
     limits = replace(whole, host_bytes=max(0, whole.host_bytes - current.checkpoint.automatic_bytes))
-    question = Question(workload, machine, limits, effort=effort, running=current)
+    question = PlanQuestion(workload, machine, limits, effort=effort, running=current)
     try:
         # In a longer step, updates are too small a part to be worth a minute of search.
         found = decide(question) if workload.gradient_accumulation_steps <= most_micro_batches(workload) else None
@@ -111,7 +111,7 @@ def quick_plan(
     Raises:
         ImpossibleError: No plan fits into memory.
     """
-    question = Question(
+    question = PlanQuestion(
         workload, machine, limits, subgroup_sizes, offload_parameters, folders=folders or {}, effort=QUICK
     )
     return best_of(decide(question))

@@ -405,11 +405,11 @@ def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:
     """
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.configurations.deciding import explore
-    from ebbtide.tuner.configurations.evaluation import Question
+    from ebbtide.tuner.configurations.evaluation import SearchQuestion
     from ebbtide.tuner.configurations.report import as_json
 
     machine = machine_of(request)
-    question = Question(
+    question = SearchQuestion(
         model_of(request),
         machine,
         dict(loaded(request.ds_config)),

@@ -122,9 +122,9 @@ def trace(call: Planned, progress: Told) -> dict[str, Any]:
 
 def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
     # Loads the compiled simulator, which the server itself never needs.
-    from ebbtide.tuner.answer.rows import Alone, stock_row
+    from ebbtide.tuner.answer.rows import StockTraining, stock_row
 
-    stock = stock_row(Alone(workload, machine, plan.limits_on(workload, machine)))
+    stock = stock_row(StockTraining(workload, machine, plan.limits_on(workload, machine)))
     named = replace(simulate(stock.schedule, machine), strategy=stock.label)
     return [named, _under(plan, workload, machine)]
 

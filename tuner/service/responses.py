@@ -33,7 +33,7 @@ class Figures(Answered):
     )
 
 
-class LimitsTold(Answered):
+class MemoryLimits(Answered):
     """The memory in bytes that one rank may use after safety margins are subtracted. `notes` gives the
     margins and their reasons.
     """
@@ -52,7 +52,7 @@ class Simulated(Figures):
     fits: bool
     reason: str
     notes: list[str] = Field(description="What was assumed, and what is not simulated.")
-    limits: LimitsTold
+    limits: MemoryLimits
     spans: list[dict[str, Any]] | None = Field(
         None, description="Every op with its start and end, if the request has `timeline`."
     )
@@ -61,7 +61,7 @@ class Simulated(Figures):
     )
 
 
-class RowTold(Figures):
+class AnswerRow(Figures):
     """A row of the response of `/answer`: one simulated way to train, such as a plan.
 
     `speedup` is relative to DeepSpeed without a plan at the job's ZeRO stage (role `stock`), and null if that does not
@@ -96,7 +96,7 @@ class BestStock(Answered):
     iteration_s: float
 
 
-class FasterTold(Answered):
+class FasterRow(Answered):
     """A change that leaves the samples of a step as they are, with which they train faster.
 
     `options` are the options of `tune plan` that make the change, and `changes` the fields of a request that do.
@@ -116,7 +116,7 @@ class FasterTold(Answered):
     deepspeed: dict[str, Any]
 
 
-class LaneTold(Answered):
+class LaneSpans(Answered):
     """One lane of a timeline: a resource that runs operations one after the other, such as a copy direction.
 
     Its spans are `[start_s, end_s, group, label]`. A span is an operation, or several in a row. Its `group` is a
@@ -128,7 +128,7 @@ class LaneTold(Answered):
     spans: list[tuple[float, float, str, str]]
 
 
-class SamplesTold(Answered):
+class MemorySamples(Answered):
     """The memory use of one rank over a timeline: lists of equal length with times, bytes in GPU memory,
     and bytes in host memory.
     """
@@ -138,7 +138,7 @@ class SamplesTold(Answered):
     host_bytes: list[int]
 
 
-class TimelineTold(Answered):
+class TimelineResponse(Answered):
     """A timeline of one training iteration.
 
     `critical` is its critical path: spans `[start_s, end_s, group, lane]` without gaps. The `group` of a span is the
@@ -149,9 +149,9 @@ class TimelineTold(Answered):
     role: Role
     source: str
     duration_s: float
-    lanes: list[LaneTold]
+    lanes: list[LaneSpans]
     critical: list[tuple[float, float, str, str]]
-    memory: SamplesTold
+    memory: MemorySamples
 
 
 class GoodputRow(Answered):
@@ -171,7 +171,7 @@ class GoodputByRole(Answered):
     by_role: dict[str, GoodputRow]
 
 
-class UseTold(Answered):
+class UseInstructions(Answered):
     """The instructions for training as advised, under the plan or without offload: DeepSpeed config, command, and
     arguments for the Hugging Face Trainer.
     """
@@ -194,7 +194,7 @@ class MachineFacts(Answered):
     unified_memory: bool
 
 
-class MachineTold(MachineFacts):
+class MachineSummary(MachineFacts):
     """The machine that a request to the service named: kind of GPU, memory sizes, and bandwidth of the link."""
 
     measured_with: str
@@ -202,7 +202,7 @@ class MachineTold(MachineFacts):
     link_source: str
 
 
-class WorkloadTold(Answered):
+class WorkloadSummary(Answered):
     """The training job that a request to the planning service described: sizes of the model, number of
     ranks, and subgroups.
     """
@@ -218,7 +218,7 @@ class WorkloadTold(Answered):
     subgroups: int
 
 
-class AnswerTold(Answered):
+class AnswerResponse(Answered):
     """The response of `/answer`: advice on offloading, and the table of predictions that supports it."""
 
     verdict: Literal["offload", "no offload", "impossible"]
@@ -226,9 +226,9 @@ class AnswerTold(Answered):
     goodput: GoodputByRole | None
     effort: Literal["quick", "full"]
     bound_s: float | None
-    rows: list[RowTold]
+    rows: list[AnswerRow]
     best_stock: BestStock | None = Field(description="Null: DeepSpeed alone does not fit at any ZeRO stage.")
-    faster: list[FasterTold] | None = Field(
+    faster: list[FasterRow] | None = Field(
         description="Up to three changes with which the same samples train faster, the dearest last. Null: the request "
         "did not ask for them."
     )
@@ -236,14 +236,14 @@ class AnswerTold(Answered):
         description="Bytes in use at the memory peak, by kind of data, for each memory (such as `device`) and for each "
         "way to train (`plan`, `stock`, `no offload`)."
     )
-    timelines: dict[str, TimelineTold | None] | None
+    timelines: dict[str, TimelineResponse | None] | None
     plan: Plan | None
-    use: UseTold | None
-    limits: LimitsTold
+    use: UseInstructions | None
+    limits: MemoryLimits
     about: str = Field(description="Model, parameters, machine and source of its rates in one line.")
     notes: list[str] = Field(description="What was assumed, and what is not simulated.")
-    machine: MachineTold
-    workload: WorkloadTold
+    machine: MachineSummary
+    workload: WorkloadSummary
 
 
 class SweptPoint(Answered):
@@ -251,7 +251,7 @@ class SweptPoint(Answered):
     is no answer.
     """
 
-    rows: list[RowTold]
+    rows: list[AnswerRow]
     plan: Plan | None
     refused: str
 
@@ -266,7 +266,7 @@ class Swept(Answered):
     points: list[SweptPoint]
 
 
-class CardTold(Answered):
+class CardRow(Answered):
     """A row of the response of `/cards`: the advised way to train on one machine. If none fits, `role` is null."""
 
     machine: str
@@ -284,13 +284,13 @@ class CardTold(Answered):
     host_memory_bytes: int
 
 
-class CardsTold(Answered):
+class CardsResponse(Answered):
     """The response of `/cards`: a row for each machine, with the figures of a quick `/answer` for it."""
 
-    rows: list[CardTold]
+    rows: list[CardRow]
 
 
-class Way(Answered):
+class WayRow(Answered):
     """A set of changes to a training job with which a plan for the job fits into memory: an entry of the
     response of `/ways-out`.
     """
@@ -301,13 +301,13 @@ class Way(Answered):
     tokens_per_s: float | None
 
 
-class WaysTold(Answered):
+class WaysResponse(Answered):
     """The response of `/ways-out`: the smallest changes with which a training job fits into memory, the cheapest first.
 
     `another_way` has further advice in words.
     """
 
-    ways: list[Way]
+    ways: list[WayRow]
     another_way: str
 
 
@@ -320,7 +320,7 @@ class Grid(Answered):
     rows: list[dict[str, Any]]
 
 
-class GoodputTold(Answered):
+class GoodputResponse(Answered):
     """The response of `/goodput`: the goodput (useful share of training time) with a given checkpoint
     interval and with the best one.
 
@@ -447,7 +447,7 @@ class Runs(Answered):
     runs: list[RunSummary]
 
 
-class RunTold(Answered):
+class RunResponse(Answered):
     """An uploaded training run with its timeline and the plan that it trained under.
 
     `planned` is the plan's predicted timeline. It is null if the server does not know the plan's workload or machine.
@@ -461,8 +461,8 @@ class RunTold(Answered):
     predicted_s: float | None
     spans: int
     phases: dict[str, float]
-    view: TimelineTold
-    planned: TimelineTold | None
+    view: TimelineResponse
+    planned: TimelineResponse | None
     plan: Plan | None
 
 

@@ -168,7 +168,7 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
         """Simulate one training iteration of the request's job, under a strategy or a plan."""
         return await computed(request, "simulate", posted, 6 if posted.timeline else 1)
 
-    @router.post("/answer", responses=_answered(told.AnswerTold))
+    @router.post("/answer", responses=_answered(told.AnswerResponse))
     async def answer(request: Request, posted: ask.Answer) -> Response:
         """Return a verdict on offloading optimizer state, a plan, and a table that compares the plan with other ways to
         train.
@@ -176,7 +176,7 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
         cost = FULL_COST if posted.effort == "full" else 6
         return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 
-    @router.post("/ways-out", responses=_answered(told.WaysTold))
+    @router.post("/ways-out", responses=_answered(told.WaysResponse))
     async def ways_out(request: Request, posted: ask.Scenario) -> Response:
         """Return the smallest changes with which the request's training job fits into memory."""
         return await computed(request, "ways-out", posted, FULL_COST)
@@ -190,7 +190,7 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
         _check_cells(posted, service.quota.cells, ". Post it to /api/v1/jobs/what-if instead")
         return await computed(request, "what-if", posted, posted.cells * STEPS)
 
-    @router.post("/goodput", responses=_answered(told.GoodputTold))
+    @router.post("/goodput", responses=_answered(told.GoodputResponse))
     async def goodput(posted: ask.Goodput) -> Response:
         """Return the goodput (useful share of training time) with failures, and the best checkpoint interval."""
         return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
@@ -214,7 +214,7 @@ def _comparisons(router: APIRouter, service: Service, names: Names) -> None:
         body = {"points": asked_at, "plans": plans, "search": posted.search}
         return await several(request, "sweep", asked, body)
 
-    @router.post("/cards", responses=_answered(told.CardsTold))
+    @router.post("/cards", responses=_answered(told.CardsResponse))
     async def cards(request: Request, posted: ask.Cards) -> Response:
         """Compare all machines that the server knows for one model: the advised way to train on each of them."""
         known = {name: machine for name, machine in names.machines()[0].items() if machine.device_flops_per_s}
@@ -417,7 +417,7 @@ def _runs(router: APIRouter, service: Service, names: Names) -> None:
         """List summaries of uploaded training runs, the newest first."""
         return told.Runs.model_validate({"runs": service.store.runs(limit)})
 
-    @router.get("/runs/{run}", responses=_answered(told.RunTold))
+    @router.get("/runs/{run}", responses=_answered(told.RunResponse))
     async def run(run: Id) -> Response:
         """Return an uploaded training run: its summary, its plan, and its measured and predicted timelines."""
         text = _known(service.store.run(run), "run")

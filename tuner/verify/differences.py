@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ebbtide.tuner.verify.run import MASTER, Run, Tensor
+from ebbtide.tuner.verify.run import MASTER, RecordedRun, Tensor
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Difference:
     is_tensor: bool = False
 
 
-def differences(run: Run, other: Run, step: int) -> list[Difference]:
+def differences(run: RecordedRun, other: RecordedRun, step: int) -> list[Difference]:
     """Return a list of all quantities that differ between two training runs after one step, causes before effects."""
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
     return [*scalars, *tensors]
 
 
-def common_steps(run: Run, other: Run) -> range:
+def common_steps(run: RecordedRun, other: RecordedRun) -> range:
     return range(min(len(run.steps), len(other.steps)))
 
 
-def _scalars(run: Run, other: Run, step: int) -> Iterator[Difference]:
+def _scalars(run: RecordedRun, other: RecordedRun, step: int) -> Iterator[Difference]:
     ours, theirs = run.steps[step].scalars, other.steps[step].scalars
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         a, b = ours.get(name, math.nan), theirs.get(name, math.nan)
@@ -52,7 +52,7 @@ def _scalars(run: Run, other: Run, step: int) -> Iterator[Difference]:
             yield Difference(step, name, a, b, math.inf if math.isnan(apart) else apart)
 
 
-def _tensors(run: Run, other: Run, step: int) -> Iterator[Difference]:
+def _tensors(run: RecordedRun, other: RecordedRun, step: int) -> Iterator[Difference]:
     ours, theirs = run.steps[step].tensors, other.steps[step].tensors
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         a, b = ours.get(name), theirs.get(name)
@@ -62,7 +62,7 @@ def _tensors(run: Run, other: Run, step: int) -> Iterator[Difference]:
             yield _of_tensors(run, other, step, name)
 
 
-def _of_tensors(run: Run, other: Run, step: int, name: str) -> Difference:
+def _of_tensors(run: RecordedRun, other: RecordedRun, step: int, name: str) -> Difference:
     a, b = run.steps[step].tensors[name], other.steps[step].tensors[name]
     way = max(run.path(name, step), other.path(name, step))
     distance = a.distance(b) if a.not_finite == b.not_finite else math.inf

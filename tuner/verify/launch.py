@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ebbtide.tuner.verify.run import Run, read_run
+from ebbtide.tuner.verify.run import RecordedRun, read_run
 from ebbtide.tuner.watched import ended, tail
 
 # Two forms of torch's message about an operation: the usual one, and the one for the backward of attention.
@@ -63,7 +63,9 @@ class Side:
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
 
-def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False) -> Run:
+def launch(
+    command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False
+) -> RecordedRun:
     """Run a training command for some steps in a separate process, and return the recorded training run.
 
     Args:
@@ -117,14 +119,14 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _clean_up(run: Run) -> None:
+def _clean_up(run: RecordedRun) -> None:
     from ebbtide.runtime.hardware.launcher import remove_shared_buffers
 
     with suppress(TypeError, ValueError):  # the script of a single rank has no port
         remove_shared_buffers(int(run.about["port"]))
 
 
-def _broken_off(side: Side, code: int | None, run: Run, steps: int, text: str) -> str:
+def _broken_off(side: Side, code: int | None, run: RecordedRun, steps: int, text: str) -> str:
     silent = f", and {run.silent} of its ranks took none" if run.silent else ""
     return (
         f"the command must train for --steps {steps} or end by itself, but {side.how} it "

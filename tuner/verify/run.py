@@ -42,7 +42,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """The recorded state of a training run after one optimizer step, or before the first step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A recorded training run.
 
     Attributes:
@@ -69,7 +69,7 @@ class Run:
 
     name: str
     about: Mapping[str, Any]
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     asked: int = 0
     silent: int = 0
     operations: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Run:
         return tuple(name for name in self.steps[0].tensors if name.endswith(MASTER))
 
 
-def read_run(folder: Path, name: str) -> Run | None:
+def read_run(folder: Path, name: str) -> RecordedRun | None:
     """Read a training run from the files that its ranks wrote to a folder. Return None if there are none."""
     ranks = [_lines(path) for path in sorted(folder.glob("rank*.jsonl"))]
     ranks = [lines for lines in ranks if len(lines) > 1]
@@ -104,7 +104,7 @@ def read_run(folder: Path, name: str) -> Run | None:
     ranks.sort(key=lambda lines: int(lines[0]["rank"]))
     count = min(len(lines) for lines in ranks) - 1
     steps = tuple(_step([lines[1 + k] for lines in ranks]) for k in range(count))
-    return Run(name, ranks[0][0], steps, silent=int(ranks[0][0]["ranks"]) - len(ranks))
+    return RecordedRun(name, ranks[0][0], steps, silent=int(ranks[0][0]["ranks"]) - len(ranks))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -112,13 +112,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _step(ranks: list[dict[str, Any]]) -> Step:
+def _step(ranks: list[dict[str, Any]]) -> RecordedStep:
     parts: dict[str, list[list[Any]]] = defaultdict(list)
     for line in ranks:
         for name, part in line["tensors"].items():
             parts[name].append(part)
     ordered = sorted(parts, key=lambda name: not name.endswith(MASTER))
-    return Step(_scalars(ranks), {name: _whole(parts[name]) for name in ordered})
+    return RecordedStep(_scalars(ranks), {name: _whole(parts[name]) for name in ordered})
 
 
 def _scalars(ranks: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ebbtide.tuner.verify.differences import Difference, common_steps, differences
 from ebbtide.tuner.verify.launch import Side
-from ebbtide.tuner.verify.run import MASTER, Run
+from ebbtide.tuner.verify.run import MASTER, RecordedRun
 
 PLAN, STOCK, NO_OFFLOAD = "plan", "stock", "no-offload"
 AGAIN = "the same again"
@@ -19,7 +19,7 @@ Verdict = Literal["identical", "different", "nondeterministic"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunComparison:
     """The result of comparing two recorded training runs in ``tune verify``.
 
     Attributes:
@@ -49,8 +49,8 @@ class Verification:
         operations: Names of the operations that torch's warnings call nondeterministic.
     """
 
-    runs: tuple[Run, ...]
-    findings: tuple[Finding, ...]
+    runs: tuple[RecordedRun, ...]
+    findings: tuple[RunComparison, ...]
     operations: tuple[str, ...] = ()
 
     @property
@@ -68,7 +68,7 @@ class Verification:
         return True if all(f.verdict == "identical" for f in self.findings) else None
 
 
-def verify(against: Sequence[str], start: Callable[[Side], Run], told: Callable[[str], None]) -> Verification:
+def verify(against: Sequence[str], start: Callable[[Side], RecordedRun], told: Callable[[str], None]) -> Verification:
     """Run a training command under its plan and in other ways, and compare each run with the next.
 
     The order is: under the plan, with DeepSpeed alone, without offload. If the first two differ, the command is run
@@ -80,7 +80,7 @@ def verify(against: Sequence[str], start: Callable[[Side], Run], told: Callable[
         told: Called with a description of each run before it starts.
     """
 
-    def made(side: Side) -> Run:
+    def made(side: Side) -> RecordedRun:
         told(side.title if side != Side(PLAN) else "the command as it is")
         return start(side)
 
@@ -103,7 +103,7 @@ def verify(against: Sequence[str], start: Callable[[Side], Run], told: Callable[
     return Verification(runs, tuple(found), operations)
 
 
-def _sides(against: Sequence[str], made: Callable[[Side], Run]) -> tuple[Run, ...]:
+def _sides(against: Sequence[str], made: Callable[[Side], RecordedRun]) -> tuple[RecordedRun, ...]:
     first = made(Side(PLAN))
     runs = [first if first.about.get("key") else replace(first, name=STOCK)]
     if first.about.get("key") and STOCK in against:
@@ -115,28 +115,28 @@ def _sides(against: Sequence[str], made: Callable[[Side], Run]) -> tuple[Run, ..
     return tuple(runs)
 
 
-def _differ(run: Run, other: Run) -> bool:
+def _differ(run: RecordedRun, other: RecordedRun) -> bool:
     return compare(run, other).verdict == "different"
 
 
-def compare(run: Run, other: Run) -> Finding:
+def compare(run: RecordedRun, other: RecordedRun) -> RunComparison:
     """Compare two recorded training runs bit by bit."""
     steps = common_steps(run, other)
     for step in steps:
         found = differences(run, other, step)
         if found:
             also = sum(d.is_tensor for d in found[1:])
-            return Finding(
+            return RunComparison(
                 run.name, other.name, "different", len(steps) - 1, found[0], also, tuple(_why(run, other, found))
             )
     if len(run.steps) == len(other.steps):
-        return Finding(run.name, other.name, "identical", len(steps) - 1)
+        return RunComparison(run.name, other.name, "identical", len(steps) - 1)
     ours, theirs = len(run.steps) - 1, len(other.steps) - 1
     ended = Difference(len(steps), "number of steps", ours, theirs, abs(ours - theirs) / max(ours, theirs))
-    return Finding(run.name, other.name, "different", len(steps) - 1, ended)
+    return RunComparison(run.name, other.name, "different", len(steps) - 1, ended)
 
 
-def _why(run: Run, other: Run, found: Sequence[Difference]) -> Iterator[str]:
+def _why(run: RecordedRun, other: RecordedRun, found: Sequence[Difference]) -> Iterator[str]:
     first = found[0]
     if first.step == 0:
         yield (

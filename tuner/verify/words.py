@@ -7,8 +7,8 @@ from typing import Any
 
 from ebbtide.tuner.doctor.known_wrong import known_wrong
 from ebbtide.tuner.verify.differences import Difference
-from ebbtide.tuner.verify.run import Run
-from ebbtide.tuner.verify.sides import NO_OFFLOAD, Finding, Verification
+from ebbtide.tuner.verify.run import RecordedRun
+from ebbtide.tuner.verify.sides import NO_OFFLOAD, RunComparison, Verification
 
 
 def screen(result: Verification) -> list[str]:
@@ -23,7 +23,7 @@ def screen(result: Verification) -> list[str]:
     return lines
 
 
-def _headline(run: Run) -> str:
+def _headline(run: RecordedRun) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
     stage = run.about.get("stage")
     kind = f"ZeRO-{stage}, {run.about['dtype']}, " if stage is not None else ""
@@ -32,7 +32,7 @@ def _headline(run: Run) -> str:
     return f"{taken} steps{fewer} on {run.about['ranks']} rank(s), {kind}{versions}"
 
 
-def _row(run: Run) -> str:
+def _row(run: RecordedRun) -> str:
     last = run.steps[-1].scalars
     losses = [value for name, value in last.items() if name.startswith("loss")]
     shown = f"last loss {losses[-1]:.6g}" if losses else "no loss seen"
@@ -40,7 +40,7 @@ def _row(run: Run) -> str:
     return f"{run.name:16} {shown}" + ("" if norm is None else f", gradient norm {norm:.6g}")
 
 
-def _finding(finding: Finding) -> Iterator[str]:
+def _finding(finding: RunComparison) -> Iterator[str]:
     pair = f"{finding.side} against {finding.against}"
     first = finding.first
     if first is None:
@@ -93,7 +93,7 @@ def as_json(result: Verification) -> dict[str, Any]:
     }
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: RecordedRun) -> dict[str, Any]:
     return {key: run.about.get(key) for key in ("ranks", "stage", "dtype", "versions")}
 
 

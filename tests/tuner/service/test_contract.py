@@ -22,11 +22,11 @@ LLAMA = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
     ("path", "body", "model"),
     [
         ("/simulate", {**LLAMA, "timeline": True}, responses.Simulated),
-        ("/answer", {**LLAMA, "mtbf_s": 3600}, responses.AnswerTold),
-        ("/answer", {**LLAMA, "host_memory_bytes": 2**33}, responses.AnswerTold),
-        ("/ways-out", {**LLAMA, "sequence": 65_536}, responses.WaysTold),
+        ("/answer", {**LLAMA, "mtbf_s": 3600}, responses.AnswerResponse),
+        ("/answer", {**LLAMA, "host_memory_bytes": 2**33}, responses.AnswerResponse),
+        ("/ways-out", {**LLAMA, "sequence": 65_536}, responses.WaysResponse),
         ("/what-if", LLAMA, responses.Grid),
-        ("/goodput", {"iteration_s": 1, "mtbf_s": 3600, "persist_s": 2}, responses.GoodputTold),
+        ("/goodput", {"iteration_s": 1, "mtbf_s": 3600, "persist_s": 2}, responses.GoodputResponse),
     ],
 )
 def test_answers_are_as_the_schema_tells_them(server, path, body, model):
@@ -35,7 +35,7 @@ def test_answers_are_as_the_schema_tells_them(server, path, body, model):
 
 def test_lists_are_as_the_schema_tells_them(server):
     runs = responses.Runs.model_validate(server.client.get("/runs").json())
-    responses.RunTold.model_validate(server.client.get(f"/runs/{runs.runs[0].id}").json())
+    responses.RunResponse.model_validate(server.client.get(f"/runs/{runs.runs[0].id}").json())
     responses.Models.model_validate(server.client.get("/models").json())
     responses.Machines.model_validate(server.client.get("/machines").json())
 

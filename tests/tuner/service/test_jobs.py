@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from ebbtide.simulator import Plan, preset, workload_from_model
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.configurations.evaluation import Question
+from ebbtide.tuner.configurations.evaluation import SearchQuestion
 from ebbtide.tuner.configurations.space import KNOBS, Configuration
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service import answers, jobs, responses
@@ -238,7 +238,7 @@ def test_a_search_job_finds_what_the_api_finds(server):
     assert tried >= 6, "three micro-batches, with and without offload"
     assert any(" configurations" in state["note"] for state in seen)
     model = {**MODELS["Llama 3.2 1B"], "_name_or_path": "Llama 3.2 1B"}
-    question = Question(model, preset("rtx4090"))
+    question = SearchQuestion(model, preset("rtx4090"))
     best = question.answer(Configuration(**result["best"]["configuration"]))
     assert result["best"]["tokens_per_s"] == pytest.approx(best.tokens_per_s, rel=1e-9)
     fitting = [o["tokens_per_s"] for o in result["outcomes"] if o["fits"]]
