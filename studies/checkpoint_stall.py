@@ -18,14 +18,14 @@ from typing import Any
 from studies.bench.console import publish, study_parser
 from studies.bench.forked import Child
 from studies.checkpoints.interval_run import warm_up
-from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
+from studies.checkpoints.writers import WRITERS, TimedJob, raw_write_bytes_per_s, run_writer
 
 LIMIT_S = 900
 RATES = ("checkpoint_rate", "checkpoint_rate_over_cached")  # figures of ebbtide's writers
 ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
-def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
+def measure(name: str, workload: TimedJob, folder: Path) -> dict[str, Any]:
     """Measure one checkpoint writer, such as ebbtide's, in a forked process. Return a dict of results, such as the time
     that training waits per checkpoint, and the bytes per second that the writer reaches.
 
@@ -46,7 +46,7 @@ def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
+def _train(name: str, workload: TimedJob, folder: Path, figures: Path) -> None:
     import torch
 
     # The prepared parent process uses one thread. Use the number that torch would have started with.
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _study(options: argparse.Namespace) -> int:
-    workload = Workload(options.model, options.sequence, options.steps)
+    workload = TimedJob(options.model, options.sequence, options.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-stall-", dir=options.folder))
     warm_up()
     try:

@@ -33,12 +33,12 @@ from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
 from studies.trials.emulated_training import Bench, reduced_beside, stock_state
-from studies.trials.paced_model import RATES, Setting
+from studies.trials.paced_model import RATES, PacedTraining
 
 PLANS_PER_MACHINE = 5
 LEAST_DUPLEX = 0.3
 # The following constants are for --many-layers.
-ACCUMULATIONS = {1: 0.3, 8: 0.12}  # micro-batches per step -> scale of `Setting`, so that 8 plans take 12 minutes
+ACCUMULATIONS = {1: 0.3, 8: 0.12}  # micro-batches per step -> scale of `PacedTraining`, so that 8 plans take 12 minutes
 LAYERS = (4, 8)  # per subgroup
 SLOWER_LINK = 8  # factor. With this link, copies of gradients take as long as backward
 ROUNDS = 3
@@ -60,16 +60,16 @@ def main() -> None:
     args = parser.parse_args()
     become_only_rank(quiet=True)
     if args.many_layers:
-        model, scale = (Setting(layers=8, hidden=256), QUICK) if args.quick else (Setting(hidden=512), 1.0)
+        model, scale = (PacedTraining(layers=8, hidden=256), QUICK) if args.quick else (PacedTraining(hidden=512), 1.0)
         with reduced_beside():
             figures = measure_many_layers(args.plans, args.steps, args.seed, model, scale)
     else:
-        base = Setting(layers=8, hidden=256).scaled(0.08) if args.quick else Setting().scaled(0.4)
+        base = PacedTraining(layers=8, hidden=256).scaled(0.08) if args.quick else PacedTraining().scaled(0.4)
         figures = measure(base, args.plans, args.steps, args.seed)
     publish("fidelity", args.json, figures)
 
 
-def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
+def measure(base: PacedTraining, plans: int, steps: int, seed: int) -> dict[str, Any]:
     """Execute random plans on an emulated device, and return their iteration times next to predicted ones.
 
     Every five plans get a new random machine.
@@ -106,7 +106,7 @@ def _summary(rows: list[dict[str, Any]], seed: int, plans: int, steps: int, *, s
     }
 
 
-def measure_many_layers(plans: int, steps: int, seed: int, model: Setting, scale: float) -> dict[str, Any]:
+def measure_many_layers(plans: int, steps: int, seed: int, model: PacedTraining, scale: float) -> dict[str, Any]:
     """Train under plans with several layers per subgroup on an emulated device. Return measured and predicted
     iteration times.
 
@@ -188,7 +188,7 @@ def _joined(work: Workload) -> Workload:
     return work.model_copy(update={"layers": (joined,) * len(work.subgroups)})
 
 
-def random_setting(base: Setting, rng: random.Random) -> Setting:
+def random_setting(base: PacedTraining, rng: random.Random) -> PacedTraining:
     """Return settings of an emulated device with random rates, for one random machine of the study."""
     rates = {name: getattr(base, name) * 2 ** rng.uniform(-2, 0.5) for name in RATES}
     return replace(base, duplex_factor=rng.uniform(0.6, 1.0), **rates)

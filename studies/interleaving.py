@@ -36,7 +36,7 @@ from ebbtide.tuner.placements.planning import plan
 from rich.progress import track
 
 from studies.bench.console import publish, study_parser
-from studies.bench.offload_runs import SHAPES, Run, read_runs
+from studies.bench.offload_runs import SHAPES, PublishedRun, read_runs
 from studies.published_runs.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
 
 PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"
@@ -52,7 +52,7 @@ EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 
 @dataclass(frozen=True)
-class Way:
+class StepVariant:
     """A variant of DeepSpeed's optimizer step in the study of interleaved updates. One variant has asynchronous
     gradient copies, for example.
 
@@ -64,9 +64,9 @@ class Way:
     async_grads: bool
 
 
-STOCK = Way("stock", prefetch=False, async_grads=False)
-ASYNC = Way("asynchronous gradients", prefetch=False, async_grads=True)
-INTERLEAVED = Way("stride 2", prefetch=True, async_grads=True)
+STOCK = StepVariant("stock", prefetch=False, async_grads=False)
+ASYNC = StepVariant("asynchronous gradients", prefetch=False, async_grads=True)
+INTERLEAVED = StepVariant("stride 2", prefetch=True, async_grads=True)
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def as_bound(machine: Machine, end: int) -> Machine:
     return turned(machine, knobs, np.array(far) * EIGHTY_PERCENT / QUARTILE)
 
 
-def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
+def _sweeps(name: str, runs: list[PublishedRun], models: list[int]) -> dict[str, Any]:
     base = _base(name, 13)
     ways = (STOCK, ASYNC, INTERLEAVED)
     own = [run for run in runs if run.testbed == name]
@@ -157,7 +157,7 @@ def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
     }
 
 
-def _model_row(name: str, own: list[Run], size: int) -> dict[str, Any]:
+def _model_row(name: str, own: list[PublishedRun], size: int) -> dict[str, Any]:
     base = _base(name, size)
     row: dict[str, Any] = {"params_b": size}
     machine = machine_of(name)
@@ -179,9 +179,9 @@ def _model_row(name: str, own: list[Run], size: int) -> dict[str, Any]:
     return row
 
 
-def _base(testbed: str, size: int) -> Run:
+def _base(testbed: str, size: int) -> PublishedRun:
     layers, hidden = MODELS[size]
-    return Run(
+    return PublishedRun(
         testbed=testbed,
         params_b=size,
         layers=layers,
@@ -200,15 +200,15 @@ def _base(testbed: str, size: int) -> Run:
     )
 
 
-def _as(run: Run, way: Way) -> Run:
+def _as(run: PublishedRun, way: StepVariant) -> PublishedRun:
     return replace(run, prefetch=way.prefetch, async_grads=way.async_grads, stride=2 if way.prefetch else 0)
 
 
-def _seconds(run: Run, machine: Machine | None = None) -> float:
+def _seconds(run: PublishedRun, machine: Machine | None = None) -> float:
     return predict(run, machine or machine_of(run.testbed))["iter_ms"] / 1e3
 
 
-def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
+def _published(runs: Iterable[PublishedRun], **wanted: Any) -> float | None:
     same = [
         run.measured["iter_ms"] / 1e3
         for run in runs
@@ -223,7 +223,7 @@ def equal_kernels(machine: Machine) -> Machine:
     return machine.model_copy(update={"host_adam_params_per_s": stock, "host_adam_by_threads": {}})
 
 
-def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
+def ebbtide_s(run: PublishedRun, machine: Machine, *, fused: bool) -> float:
     """Simulate the training of a published run's model under a plan of the tuner, and return the seconds of an
     iteration.
 

@@ -34,7 +34,7 @@ from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
 from studies.trials.emulated_training import Bench, stock_state
 from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_early_updates
-from studies.trials.paced_model import Setting
+from studies.trials.paced_model import PacedTraining
 
 STRIDES = (2, 3)
 RATIOS = (0.8, 0.7)  # share of the state on the host, because the GPU has memory for 0.3 of it
@@ -55,17 +55,17 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=3, help="DeepSpeed's ZeRO stage")
     args = parser.parse_args()
     become_only_rank(quiet=True)
-    setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
+    setting = PacedTraining(layers=6, hidden=256).scaled(0.2) if args.quick else PacedTraining()
     setting = replace(setting, zero_stage=args.zero_stage)
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
-    passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
+    passes = PacedTraining(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
     ratios = (1.0,) if args.quick else UPDATE_RATIOS
     passes = replace(passes, zero_stage=args.zero_stage)
     figures |= measure_early_updates(passes, args.steps, args.clipped_steps, ratios, profiled=not args.quick)
     publish("overlap", args.json, figures)
 
 
-def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
+def measure(setting: PacedTraining, steps: int, trace: Path | None = None) -> dict[str, Any]:
     """Execute several plans in turn on one engine, and compare their iteration times with the lower bound.
 
     The parameters and optimizer state at the end are compared with those of stock DeepSpeed, bit by bit. The value

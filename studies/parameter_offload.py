@@ -27,9 +27,9 @@ from ebbtide.simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.trials.emulated_training import WARMUP, Bench, Measured, kernels_of
+from studies.trials.emulated_training import WARMUP, Bench, EmulatedTimes, kernels_of
 from studies.trials.paced_device import PacedDevice
-from studies.trials.paced_model import Setting
+from studies.trials.paced_model import PacedTraining
 
 HEADROOM_SHARE = 0.5  # GPU memory beside activations and buffers, as a share of all parameters
 
@@ -42,11 +42,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
     become_only_rank(quiet=True)
-    setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
+    setting = PacedTraining(layers=6, hidden=256).scaled(0.2) if args.quick else PacedTraining()
     publish("parameter_offload", args.json, measure(setting, args.steps))
 
 
-def measure(setting: Setting, steps: int) -> dict[str, Any]:
+def measure(setting: PacedTraining, steps: int) -> dict[str, Any]:
     """Measure training with 16-bit parameters in host memory: stock DeepSpeed, then each of ebbtide's plans.
 
     Times are medians over ``steps`` iterations. Plans run in turn on one engine.
@@ -83,7 +83,7 @@ def measure(setting: Setting, steps: int) -> dict[str, Any]:
     }
 
 
-def config(setting: Setting) -> dict[str, Any]:
+def config(setting: PacedTraining) -> dict[str, Any]:
     """Return the keys of DeepSpeed's ``zero_optimization`` that put 16-bit parameters into host memory.
 
     Each layer's parameters are fetched for each pass, one layer ahead.
@@ -118,7 +118,7 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
 class StockBench(Bench):
     """Stock DeepSpeed on an emulated device, with parameter copies and updates at given rates."""
 
-    def __init__(self, setting: Setting, **zero: Any) -> None:
+    def __init__(self, setting: PacedTraining, **zero: Any) -> None:
         super().__init__(setting, **zero)
         self.device = PacedDevice(setting.rates())
         self._lane = LaneQueue("stock's gathers")
@@ -148,7 +148,7 @@ class StockBench(Bench):
         self._lane.submit(lambda: self.device.copy(to, held, LaneName.H2D_FETCH, None), [], completion)
         return Fetch(param, to, [completion], self.device)
 
-    def measure_stock(self, steps: int) -> Measured:
+    def measure_stock(self, steps: int) -> EmulatedTimes:
         """Train with stock DeepSpeed, and return the median times over ``steps`` iterations after the warm-up."""
         return self._measured([self._step(settle=False) for _ in range(WARMUP + steps)])
 

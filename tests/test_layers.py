@@ -294,6 +294,15 @@ def test_functions_can_be_read_at_once():
     assert long == {}
 
 
+def test_a_class_name_means_one_class():
+    named: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                named.setdefault(node.name, []).append(f"{module}.{node.name}")
+    assert {name: where for name, where in named.items() if len(where) > 1} == {}
+
+
 def _says_why(handler: ast.ExceptHandler, lines: list[str]) -> bool:
     raises = any(isinstance(node, ast.Raise) for statement in handler.body for node in ast.walk(statement))
     return raises or "# " in lines[handler.lineno - 1]

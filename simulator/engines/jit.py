@@ -25,7 +25,7 @@ Names = dict[str, Any]  # the names that a module defines
 _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_nrt") else {}
 
 
-class _Told(event.Listener):
+class _CompileNotice(event.Listener):
     """A log message when numba compiles a function of ebbtide, because it is not in the cache on disk."""
 
     told = False  # once in a process
@@ -40,7 +40,7 @@ class _Told(event.Listener):
         pass
 
 
-event.register("numba:compile", _Told())  # type: ignore[no-untyped-call]
+event.register("numba:compile", _CompileNotice())  # type: ignore[no-untyped-call]
 
 
 def compiled(function: Function) -> Function:

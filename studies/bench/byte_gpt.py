@@ -71,7 +71,7 @@ SIZES: dict[str, ByteGPTConfig] = {
 }
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A pre-LayerNorm transformer block that maps (batch, sequence, hidden) to the same shape."""
 
     def __init__(self, config: ByteGPTConfig) -> None:
@@ -114,7 +114,7 @@ class ByteGPT(nn.Module):
         self.config = config
         self.bytes_in = nn.Embedding(VOCABULARY, config.hidden)
         self.positions = nn.Embedding(config.sequence, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = Linear(config.hidden, VOCABULARY, bias=False)
         if seed is not None:

@@ -95,7 +95,7 @@ class KillingFiles(Files):
 
 
 @dataclass
-class Trial:
+class KillTrial:
     """The outcome of one attempt of a study to kill a training process with SIGKILL."""
 
     kill: Kill
@@ -114,7 +114,7 @@ class Trial:
         return self.fired and not self.wrong
 
 
-OneTrial = TypeVar("OneTrial", bound=Trial)
+OneTrial = TypeVar("OneTrial", bound=KillTrial)
 
 
 def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Path) -> OneTrial:
@@ -156,7 +156,7 @@ def campaign(trials: Iterable[OneTrial], count: int, console: Console) -> list[O
     return done
 
 
-def counted(trials: Sequence[Trial]) -> dict[str, Any]:
+def counted(trials: Sequence[KillTrial]) -> dict[str, Any]:
     """Return a summary of a study's kill trials as a dict.
 
     The keys are ``kills`` (number of trials), ``fired`` (kills that took effect), ``not_bit_identical``

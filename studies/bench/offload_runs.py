@@ -37,7 +37,7 @@ class RunError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PublishedRun:
     """The settings and measurements of one published training run with offloaded state.
 
     Attributes:
@@ -120,7 +120,7 @@ class Run:
         return f"{self.params_b:g}B"
 
 
-def model_of(run: Run) -> dict[str, Any]:
+def model_of(run: PublishedRun) -> dict[str, Any]:
     """Return the shape of the model that a published run trained, as `workload_from_model` takes it.
 
     The sources of the values:
@@ -151,12 +151,12 @@ def model_of(run: Run) -> dict[str, Any]:
     }
 
 
-def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
+def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[PublishedRun]:
     """Read published training runs from a CSV file with the columns of the repository's published_offload_runs.csv.
 
     Args:
         flag: Command-line option that named the file, for error messages.
-        blanks: True to allow blank fields in the columns of `MAY_BE_BLANK`. `Run.unknown` then names
+        blanks: True to allow blank fields in the columns of `MAY_BE_BLANK`. `PublishedRun.unknown` then names
             a run's blank fields.
 
     Raises:
@@ -178,7 +178,7 @@ def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = Fal
     return [_run(row, f"{path}, line {line}", blanks) for line, row in enumerate(rows, start=2)]
 
 
-def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
+def _run(row: dict[str, str], where: str, blanks: bool) -> PublishedRun:
     beyond = row.get(None, ())  # type: ignore[call-overload]  # key under which `csv` puts cells without a column
     if any(cell.strip() for cell in beyond):
         raise RunError(f"{where}: each cell must have a column, but {list(beyond)} have none")
@@ -194,7 +194,7 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
     prefetch = bool(_switch(row, "prefetch", where))
     if prefetch and blanks and _blank(row, "stride"):
         unknown.append("stride")
-    return Run(
+    return PublishedRun(
         testbed=row["testbed"].strip(),
         params_b=value["params_b"],
         layers=int(value["layers"]),
@@ -319,5 +319,5 @@ def family_of(source: str) -> str:
     return bare.strip("/-") or source
 
 
-def testbeds(runs: Sequence[Run]) -> list[str]:
+def testbeds(runs: Sequence[PublishedRun]) -> list[str]:
     return sorted({run.testbed for run in runs})

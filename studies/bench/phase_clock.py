@@ -24,7 +24,7 @@ STEAL_FIELD = 8  # of the first line of /proc/stat: ticks in which the hyperviso
 
 
 @dataclass(frozen=True)
-class Sample:
+class ThreadCounters:
     """The counters of both training threads at one moment. None where the system or the thread does not have one."""
 
     wall_s: float
@@ -35,7 +35,7 @@ class Sample:
     steal_s: float | None
     alloc_retries: int | None
 
-    def until(self, end: "Sample") -> dict[str, Any]:
+    def until(self, end: "ThreadCounters") -> dict[str, Any]:
         """Return what a phase took, from this sample at its start to the sample at its end."""
 
         def taken(name: str) -> Any:
@@ -64,9 +64,9 @@ class TrainingThreads:
         if threading.get_native_id() not in known:
             self._autograd = _Thread()
 
-    def sample(self) -> Sample:
+    def sample(self) -> ThreadCounters:
         other = self._autograd
-        return Sample(
+        return ThreadCounters(
             time.perf_counter(),
             self._main.cpu_s(),
             self._main.core(),
@@ -120,7 +120,7 @@ class PhaseClock:
     def __init__(self, cuda: bool, threads: TrainingThreads | None = None) -> None:
         self._cuda, self._threads = cuda, threads
         self._marks: list[Any] = []
-        self._samples: list[Sample] = []
+        self._samples: list[ThreadCounters] = []
 
     def watch(self, loss: torch.Tensor) -> None:
         if self._threads is not None:

@@ -47,7 +47,7 @@ from studies.bench.killed import (
 )
 from studies.bench.many_engines import answer_once
 from studies.bench.rank import become_only_rank
-from studies.checkpoints.run import GUESSED, STEPS, STORED, Kill, Run, reap, recorded, start, warm_up
+from studies.checkpoints.run import GUESSED, STEPS, STORED, KilledRun, RankKill, reap, recorded, start, warm_up
 
 RANK_0_ONLY = {
     *POINTS[POINTS.index("votes_seen") : POINTS.index("committed")],
@@ -62,7 +62,7 @@ Reference = dict[tuple[int, int], tuple[str, str]]  # (rank, step) -> state hash
 
 
 @dataclass
-class Trial(killed.Trial):
+class CrashTrial(killed.KillTrial):
     """The outcome of one SIGKILL of a training run that saves checkpoints.
 
     Attributes:
@@ -70,7 +70,7 @@ class Trial(killed.Trial):
         storing: True if every rank keeps some optimizer state on storage.
     """
 
-    kill: Kill
+    kill: RankKill
     world_size: int = 1
     homes: str = ""
     committed_step: int = -1
@@ -90,7 +90,7 @@ RESUMED_WITH = {  # parameter locations of the runs
 TRAINED = (*RESUMED_WITH, STORED, STORED)
 
 
-def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, int, str]]:
+def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[RankKill, int, str]]:
     """Yield endlessly, for each trial, the kill, the number of ranks and the parameter location.
 
     A parameter location is a key of `RESUMED_WITH`. Every fourth kill comes at a random moment. The other kills come at
@@ -102,13 +102,13 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
         stored = (*STORED_POINTS, *STEP_POINTS) if homes == STORED else ()
         points = [*stored, *POINTS, *RARE_POINTS]
         if number % 4 == 3:
-            yield Kill(delay_s=rng.random(), rank=rng.randrange(world_size)), world_size, homes
+            yield RankKill(delay_s=rng.random(), rank=rng.randrange(world_size)), world_size, homes
         else:
             point = points[(number - number // 4) % len(points)]
             rank = 0 if point in RANK_0_ONLY else rng.randrange(world_size)
             aside = point == "tag_set_aside"
             yield (
-                Kill(
+                RankKill(
                     point,
                     _occurrence(point, rng),
                     rank=rank,
@@ -140,7 +140,7 @@ def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference,
     runs: list[Reference] = []
     for attempt, homes in enumerate(("device", "host") if planned else ("", "")):
         folder = scratch / f"reference{world_size}{planned}_{attempt}/ck"
-        run = Run(folder, world_size, 0, free_port(), homes=homes)
+        run = KilledRun(folder, world_size, 0, free_port(), homes=homes)
         begin = time.monotonic()
         _require_success(run)
         remove_shared_buffers(run.port)
@@ -151,7 +151,7 @@ def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference,
     return runs[0], length_s
 
 
-def _require_success(run: Run) -> None:
+def _require_success(run: KilledRun) -> None:
     ranks = start(run)
     statuses = reap(ranks, RUN_LIMIT_S)
     if any(statuses):
@@ -159,7 +159,9 @@ def _require_success(run: Run) -> None:
         raise RuntimeError(f"a run that nobody killed ended with {statuses}:\n{logs}")
 
 
-def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float) -> Trial:
+def one_trial(
+    kill: RankKill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float
+) -> CrashTrial:
     """Kill a training run, verify its checkpoints, resume it, and compare it with an uninterrupted run.
 
     Args:
@@ -169,18 +171,18 @@ def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Refe
     Returns:
         The outcome, with all faults that were found.
     """
-    trial = Trial(kill, world_size=world_size, homes=homes)
-    killed_run = Run(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
+    trial = CrashTrial(kill, world_size=world_size, homes=homes)
+    killed_run = KilledRun(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
     trial.fired = _run_and_kill(killed_run, length_s)
     remove_shared_buffers(killed_run.port)
     trial.committed_step = max(_number(killed_run.note("committed", r)) for r in range(world_size))
     _check_disk(trial, killed_run.folder)
-    resumed = Run(
+    resumed = KilledRun(
         killed_run.folder,
         world_size,
         1,
         free_port(),
-        Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange),
+        RankKill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange),
         homes=RESUMED_WITH[homes],
     )
     ranks = start(resumed)
@@ -195,7 +197,7 @@ def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Refe
     return trial
 
 
-def _run_and_kill(run: Run, length_s: float) -> bool:
+def _run_and_kill(run: KilledRun, length_s: float) -> bool:
     ranks = start(run)
     victim = ranks[run.kill.rank]
     if not run.kill.point:
@@ -220,7 +222,7 @@ def _number(note: Path) -> int:
     return int(text) if text else -1
 
 
-def _check_disk(trial: Trial, folder: Path) -> None:
+def _check_disk(trial: CrashTrial, folder: Path) -> None:
     # Every checkpoint must be whole, and none that the run reported as committed may be missing.
     for entry in list_checkpoints(folder):
         if entry.status != "committed" or verify(folder, entry.tag):
@@ -238,7 +240,7 @@ def _check_disk(trial: Trial, folder: Path) -> None:
         trial.lost.append(f"latest names {latest.read_text()!r}, which is not there")
 
 
-def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
+def _compare(trial: CrashTrial, run: KilledRun, rank: int, truth: Reference) -> None:
     steps = {step: (digest, chain) for step, digest, chain in recorded(run, rank)}
     if steps:
         trial.resumed_step = min(steps) - 1
@@ -247,7 +249,9 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
     trial.differing.extend(f"rank {rank} step {step}" for step, result in steps.items() if result != truth[rank, step])
 
 
-def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED) -> Iterator[Trial]:
+def trials(
+    count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED
+) -> Iterator[CrashTrial]:
     """Yield the outcomes of ``count`` trials, made one after the other. A trial kills and resumes a training run.
 
     No trial starts later than ``limit_s`` seconds after the first one.
@@ -262,7 +266,7 @@ def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequen
         yield until_fired(kill, attempt, scratch / f"trial{number}")
 
 
-def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
+def figures(trials: list[CrashTrial], wall_s: float) -> dict[str, Any]:
     return {
         **counted(trials),
         "lost_committed": sum(bool(t.lost) for t in trials),

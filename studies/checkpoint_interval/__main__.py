@@ -31,7 +31,7 @@ from ebbtide.tuner.placements.checkpointing import Choice, best_checkpointing, r
 from studies.bench.console import publish, study_parser
 from studies.bench.forked import Child
 from studies.checkpoint_interval.kills import campaign, compare, failure_gaps, goodput_at, paid_at, with_speed
-from studies.checkpoints.interval_run import Training, profile, read_notes, read_profile, train, under, warm_up
+from studies.checkpoints.interval_run import IntervalTraining, profile, read_notes, read_profile, train, under, warm_up
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
 # Measured intervals divided by the tuner's interval, in addition to those of the rules. At least 1 step.
@@ -41,7 +41,7 @@ RECORDED_STALL = Path("studies/results/checkpoint/stall.json")
 
 
 @dataclass(frozen=True)
-class Measured:
+class UninterruptedTimes:
     """Measured times of training that saves checkpoints and is not interrupted.
 
     The training consists of cycles with one checkpoint each, and times are medians over the cycles.
@@ -61,7 +61,7 @@ class Measured:
     told: dict[str, float]
 
 
-def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measured:
+def measure(training: IntervalTraining, plan: Plan, folder: Path, cycles: int) -> UninterruptedTimes:
     """Measure training that saves a checkpoint every `CYCLE` steps, and one resume from such a checkpoint.
 
     The training runs under ``plan``.
@@ -76,7 +76,7 @@ def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measur
     quiet = median(by_place[CYCLE // 2 :])
     stall, waited, persist, copied = read_notes(folder / "notes0", "report")[-1]
     assert step > 0, "the second run must resume"
-    return Measured(
+    return UninterruptedTimes(
         iteration_s=quiet,
         restart_s=set_up_s,
         stall_s=by_place[0] - quiet,
@@ -150,7 +150,7 @@ def predict(simulation: CheckpointPrice, choice: Choice, failures: Failures) -> 
     }
 
 
-def against_stall_study(simulation: CheckpointPrice, training: Training) -> dict[str, Any]:
+def against_stall_study(simulation: CheckpointPrice, training: IntervalTraining) -> dict[str, Any]:
     """Return the stalls and slowdowns that checkpoints cause: predicted here, and measured by
     `studies.checkpoint_stall`.
 
@@ -180,7 +180,7 @@ def against_stall_study(simulation: CheckpointPrice, training: Training) -> dict
 
 
 def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    training = Training("tiny", 32, 20_000) if args.quick else Training()
+    training = IntervalTraining("tiny", 32, 20_000) if args.quick else IntervalTraining()
     seconds, cycles = (0.5, 1) if args.quick else (12.0, 8)
     warm_up()
     Child(lambda: profile(training, folder, seconds), folder / "log").wait()

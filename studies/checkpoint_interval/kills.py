@@ -17,7 +17,7 @@ from ebbtide.simulator import Plan
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, expected_goodput
 
 from studies.bench.forked import Child
-from studies.checkpoints.interval_run import Training, read_notes, train, under
+from studies.checkpoints.interval_run import IntervalTraining, read_notes, train, under
 
 QUIET_STEPS = 8  # number of steps needed to know the time of an iteration around a failure
 
@@ -51,7 +51,7 @@ def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
 
 
 def campaign(
-    training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
+    training: IntervalTraining, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
 ) -> list[dict[str, Any]]:
     """Train with each checkpoint interval, kill the training again and again, and return a list with the results of
     each interval.

@@ -13,7 +13,7 @@ ENDLESS = 10**9
 
 
 @dataclass(frozen=True)
-class Training:
+class IntervalTraining:
     """The model that the study of checkpoint intervals trains: a key of `studies.bench.byte_gpt.SIZES`."""
 
     model: str = "40m"
@@ -61,18 +61,18 @@ def warm_up() -> None:
     python_sources()
 
 
-def profile(training: Training, folder: Path, seconds: float) -> None:
+def profile(training: IntervalTraining, folder: Path, seconds: float) -> None:
     """Measure rates of this machine, such as memory and disk bandwidth, and profile the training with stock DeepSpeed.
 
     The results are written to machine.json and workload.json in ``folder``.
     """
     from ebbtide.profiler import measure_machine, profile_engine
 
-    from studies.checkpoints.writers import Workload, raw_write_bytes_per_s
+    from studies.checkpoints.writers import TimedJob, raw_write_bytes_per_s
 
     machine = measure_machine(folder, seconds=seconds, fresh=True, elements=8_000_000)
     # A disk with a cache writes a small file faster than a whole checkpoint, so the file is as large as a checkpoint.
-    size = Workload(training.model, training.sequence, 0)
+    size = TimedJob(training.model, training.sequence, 0)
     rate = median(raw_write_bytes_per_s(folder, size) for _ in range(3))
     machine.with_rates(storage_write_bytes_per_s=rate).save(folder / "machine.json")
     engine = training.stock_engine()
@@ -91,7 +91,7 @@ def under(plan: Plan, steps: int, folder: Path) -> Plan:
     return plan.model_copy(update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())})
 
 
-def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
+def train(training: IntervalTraining, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
     """Train under a plan up to step ``last``, from the newest checkpoint if there is one.
 
     Each step and its time are written to the file ``notes``.

@@ -43,7 +43,7 @@ WRITE_BYTES_PER_S = 30e6  # with this rate, writing a checkpoint takes about two
 
 
 @dataclass(frozen=True)
-class Kill(killed.Kill):
+class RankKill(killed.Kill):
     """A SIGKILL of one rank of a training run: its moment, the rank, and how the run saves its checkpoints.
 
     Attributes:
@@ -57,13 +57,13 @@ class Kill(killed.Kill):
     exchange: bool = True
 
 
-class KillingFiles(killed.KillingFiles):
+class RankKillingFiles(killed.KillingFiles):
     """File operations of a checkpoint that kill one rank at a named point of the code.
 
     Before the kill, they note in a file that the point was reached.
     """
 
-    def __init__(self, kill: Kill, rank: int, mark: Path) -> None:
+    def __init__(self, kill: RankKill, rank: int, mark: Path) -> None:
         super().__init__(kill if rank == kill.rank else replace(kill, point=""))
         self._exchanges, self._mark = kill.exchange, mark
 
@@ -78,7 +78,7 @@ class KillingFiles(killed.KillingFiles):
 
 
 @dataclass(frozen=True)
-class Run:
+class KilledRun:
     """One training run, with all its ranks, of the study that kills training during checkpoints.
 
     Attributes:
@@ -94,7 +94,7 @@ class Run:
     world_size: int
     number: int
     port: int
-    kill: Kill = Kill()
+    kill: RankKill = RankKill()
     steps: int = STEPS
     homes: str = ""
 
@@ -141,13 +141,13 @@ def warm_up() -> None:
     importlib.import_module(ebbtide.runtime.checkpoint.deepspeed.engine.__name__)
 
 
-def start(run: Run) -> list[Forked]:
+def start(run: KilledRun) -> list[Forked]:
     """Fork one process per rank of a training run, and return the list of processes."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     return [Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)]
 
 
-def train(run: Run, rank: int) -> None:
+def train(run: KilledRun, rank: int) -> None:
     """Train as one rank of a run up to the run's last step, from the newest checkpoint if there is one."""
     import torch
     import torch.distributed
@@ -183,7 +183,7 @@ def train(run: Run, rank: int) -> None:
     run.note("finished", rank).touch()
 
 
-def _engine(run: Run, rank: int) -> tuple[Any, Any]:
+def _engine(run: KilledRun, rank: int) -> tuple[Any, Any]:
     import deepspeed
     import torch
     from ebbtide.runtime.checkpoint import install
@@ -207,7 +207,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
         write_bytes_per_s=WRITE_BYTES_PER_S / run.world_size,
         restore_random=True,  # the model draws random numbers, so a bit-identical resume needs their state
     )
-    files = KillingFiles(run.kill, rank, run.note("reached", rank))
+    files = RankKillingFiles(run.kill, rank, run.note("reached", rank))
     options: dict[str, Any] = {"files": files, "block_bytes": BLOCK_BYTES}
     if run.homes:
         return _planned_engine(model, plan, run, options)
@@ -219,7 +219,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     return engine, install(engine, plan, **options)
 
 
-def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]) -> tuple[Any, Any]:
+def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: KilledRun, options: dict[str, Any]) -> tuple[Any, Any]:
     import ebbtide.runtime.checkpoint
     import ebbtide.runtime.storage.store
 
@@ -256,7 +256,7 @@ def _plan(count: int, homes: Sequence[ParameterLocation], storage: Path | None) 
     )
 
 
-def _resume(engine: Any, run: Run) -> tuple[int, str]:
+def _resume(engine: Any, run: KilledRun) -> tuple[int, str]:
     if not run.folder.is_dir():
         return 0, ""
     path, client_state = engine.load_checkpoint(str(run.folder))
@@ -291,7 +291,7 @@ def state_hash(engine: Any) -> str:
     return digest(tensors)
 
 
-def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
+def recorded(run: KilledRun, rank: int) -> Iterator[tuple[int, str, str]]:
     """Yield the notes that one rank of a training run wrote to its file, one for each finished step.
 
     A note has the step's number, a hash of the training state, and a hash of the random numbers so far.

@@ -22,7 +22,7 @@ IN_TURN = 15  # number of checkpoints whose rate is compared with the disk's
 
 
 @dataclass(frozen=True)
-class Workload:
+class TimedJob:
     """A training job with which checkpoint writers are timed: model, sequence length, and number of timed steps."""
 
     model: str
@@ -181,7 +181,7 @@ WRITERS: dict[str, type[Writer]] = {
 }
 
 
-def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
+def run_writer(name: str, workload: TimedJob, folder: Path) -> dict[str, Any]:
     """Train and save checkpoints with one of the compared checkpoint writers. Return a dict of median times and rates.
 
     Training and saving run in this process.
@@ -211,7 +211,7 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
+def _engine(workload: TimedJob, config: dict[str, Any]) -> tuple[Any, Any]:
     from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
     from studies.bench.deepspeed_ops import build_host_ops
     from studies.bench.rank import become_only_rank
@@ -284,7 +284,7 @@ def _write_rate(session: _Session, folder: Path) -> float:
     return median(rates)
 
 
-def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dict[str, Any]:
+def rates_in_turn(session: _Session, writer: Ebbtide, workload: TimedJob) -> dict[str, Any]:
     """Measure the bytes per second that ebbtide's checkpoint writer and plain O_DIRECT writes reach on one disk.
 
     A time runs from the first block until the bytes are on the disk. All writers run in each of several rounds,
@@ -343,7 +343,7 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
     return time.perf_counter() - begin
 
 
-def raw_write_bytes_per_s(folder: Path, workload: Workload, *, cached: bool = False) -> float:
+def raw_write_bytes_per_s(folder: Path, workload: TimedJob, *, cached: bool = False) -> float:
     """Return the bytes per second at which threads write a file of a checkpoint's size with O_DIRECT.
 
     They write aligned blocks, and the time includes the final fsync.

@@ -39,7 +39,7 @@ DEEPSPEED = deepspeed.initialize
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RunningTest:
     """A running test of DeepSpeed's own test suite, in one variant of the study.
 
     A test passes this object to its child processes. When a process unpickles the object, `deepspeed.initialize` is
@@ -50,7 +50,7 @@ class Case:
     arm: str
     notes: Path
 
-    def __reduce__(self) -> "tuple[Callable[..., Case], tuple[str, str, str]]":
+    def __reduce__(self) -> "tuple[Callable[..., RunningTest], tuple[str, str, str]]":
         return begin, (self.name, self.arm, str(self.notes))
 
     def note(self, **what: Any) -> None:
@@ -65,15 +65,15 @@ class Case:
             file.write(json.dumps(line) + "\n")
 
 
-def begin(name: str, arm: str, notes: str) -> Case:
+def begin(name: str, arm: str, notes: str) -> RunningTest:
     """Replace `deepspeed.initialize` in this process, so that engines are built as the variant ``arm`` requires."""
     # A variant is for example stock DeepSpeed, or ebbtide with the plan ``auto``.
-    case = Case(name, arm, Path(notes))
+    case = RunningTest(name, arm, Path(notes))
     deepspeed.initialize = DEEPSPEED if arm == "plain" else _initialize_of(case)
     return case
 
 
-def _initialize_of(case: Case) -> Callable[..., Any]:
+def _initialize_of(case: RunningTest) -> Callable[..., Any]:
     @wraps(DEEPSPEED)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(DEEPSPEED).bind_partial(*args, **kwargs).arguments
@@ -94,7 +94,7 @@ def _initialize_of(case: Case) -> Callable[..., Any]:
     return initialize
 
 
-def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
+def _stored(case: RunningTest, given: dict[str, Any], config: dict[str, Any]) -> Any:
     wrapped, deepspeed.initialize = deepspeed.initialize, DEEPSPEED
     try:
         result = ebbtide.runtime.initialize(**given, plan="auto", config=config)
@@ -139,7 +139,7 @@ def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
     return config
 
 
-def put_plan(case: Case, engine: Any) -> None:
+def put_plan(case: RunningTest, engine: Any) -> None:
     """Attach a plan to an engine of a DeepSpeed test, or note why the engine cannot take a plan.
 
     Raises:
@@ -191,7 +191,7 @@ def mixed_plan(engine: Any) -> Plan:
     return Plan(subgroup_size=size, ways=Way.each(placements), staging_slots=slots, prefetch=min(1, slots))
 
 
-def note_plan(case: Case, engine: Any) -> None:
+def note_plan(case: RunningTest, engine: Any) -> None:
     """Write to the notes file of this study (DeepSpeed's own tests under ebbtide) that the engine of a test has a plan
     of ebbtide attached.
 

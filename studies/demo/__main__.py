@@ -27,7 +27,7 @@ from studies.demo import measure, train
 from studies.demo import tables as demo_tables
 from studies.demo.crash import Crash, CrashError, checkpointed_plan, kill_in_the_middle
 from studies.demo.pictures import draw_comparison, draw_memory, machine_label
-from studies.demo.results import Run, predicted_phases, same_bits, same_losses
+from studies.demo.results import DemoRun, predicted_phases, same_bits, same_losses
 from studies.demo.train import DemoModel
 from studies.trials.phase_process import PhaseError, PhaseProcess, warm_up
 
@@ -127,7 +127,7 @@ class Demo:
         times = self._times()
         self.console.print(demo_tables.times(times, machine_label(self.machine)))
         self._quiet(demo_tables.predictions(times, self.first_prediction))
-        tensors = Run.load(self.folder, "stock").tensors
+        tensors = DemoRun.load(self.folder, "stock").tensors
         self._verdict(same, f"{tensors} parameters, masters and moments, {self.model.steps} losses")
         return same
 
@@ -146,7 +146,7 @@ class Demo:
             "resuming", train.alone, model=self.model, name="resumed", plan=path, resume=self.folder / "checkpoints"
         )
         same = self._compare("plan", "resumed")  # the run "plan" was never killed
-        resumed = Run.load(self.folder, "resumed")
+        resumed = DemoRun.load(self.folder, "resumed")
         self._verdict(same, f"resumed at step {resumed.first_step}, against the run that was never killed")
         return same
 
@@ -207,7 +207,7 @@ class Demo:
 
     def _compare(self, reference: str, name: str) -> bool:
         wrong = same_bits(self.folder, reference, name)
-        losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
+        losses = same_losses(DemoRun.load(self.folder, reference), DemoRun.load(self.folder, name))
         if wrong or not losses:
             shown = ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")
             self.console.print(
@@ -219,15 +219,15 @@ class Demo:
 
     def _times(self) -> Times:
         plan = Plan.load(self.folder / "plan.json")
-        times = {"stock": Run.load(self.folder, "stock").medians()}
+        times = {"stock": DemoRun.load(self.folder, "stock").medians()}
         times |= predicted_phases(plan, "stock")
-        times["plan"] = Run.load(self.folder, "plan").medians()
+        times["plan"] = DemoRun.load(self.folder, "plan").medians()
         return times | predicted_phases(plan, "plan")
 
-    def _early_and_not(self) -> tuple[Plan, dict[str, float], dict[str, float], Run]:
-        rows: dict[bool, tuple[Plan, dict[str, float], Run]] = {}
+    def _early_and_not(self) -> tuple[Plan, dict[str, float], dict[str, float], DemoRun]:
+        rows: dict[bool, tuple[Plan, dict[str, float], DemoRun]] = {}
         for name in ("plan", "toggled"):
-            plan, run = Plan.load(self.folder / f"{name}.json"), Run.load(self.folder, name)
+            plan, run = Plan.load(self.folder / f"{name}.json"), DemoRun.load(self.folder, name)
             assert plan.prediction is not None
             times = {"measured": run.medians()["iteration"], "predicted": plan.prediction.iteration_s}
             rows[any(plan.updated_early)] = plan, times, run

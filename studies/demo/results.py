@@ -13,7 +13,7 @@ from studies.bench.phase_clock import PHASES, medians
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """The results of one training run of ebbtide's demo, without the trained tensors.
 
     Attributes:
@@ -31,7 +31,7 @@ class Run:
     clipped: int = 0
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> "Run":
+    def load(cls, folder: Path, name: str) -> "DemoRun":
         facts = json.loads((folder / "runs" / f"{name}.json").read_text())
         lists = tuple(facts["losses"]), tuple(facts["phases"])
         return cls(name, facts["first_step"], *lists, facts["tensors"], facts.get("clipped", 0))
@@ -52,7 +52,7 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def same_losses(whole: Run, part: Run) -> bool:
+def same_losses(whole: DemoRun, part: DemoRun) -> bool:
     """Return True if a resumed training run has the same losses as an uninterrupted run in each step that it trains."""
     return whole.losses[part.first_step - whole.first_step :] == part.losses
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from studies.bench.phase_clock import PHASES
 from studies.demo.crash import Crash
-from studies.demo.results import Run
+from studies.demo.results import DemoRun
 
 _FILES = {
     "machine.json": "what this machine can do, every rate with its spread",
@@ -109,7 +109,7 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
     return table
 
 
-def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, float], run: Run) -> str:
+def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, float], run: DemoRun) -> str:
     """Return one line on how early updates change the time of an iteration, measured and predicted."""
     if not any(plan.updated_early):
         return "early updates: none are possible under this plan"

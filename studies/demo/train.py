@@ -69,7 +69,7 @@ class DemoModel:
         return ebbtide.runtime.initialize(model=model, config=config, plan=str(plan))[0]
 
 
-class Training:
+class DemoTraining:
     """A training run of the demo: its engine, and the losses and times of its steps."""
 
     def __init__(self, model: DemoModel, plan: Path | None) -> None:
@@ -146,7 +146,7 @@ def stock(folder: Path, model: DemoModel) -> None:
     one step is timed and two are profiled. At the end, ``workload.json`` is written again, from the profiled steps of
     all turns. The final predictions for the demo's plans are computed from this file.
     """
-    run = Training(model, None)
+    run = DemoTraining(model, None)
     run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS - 4), bare=range(FIRST_STEPS - 3, FIRST_STEPS))
     assert run.profile is not None
     run.profile.workload().save(folder / "workload.json")
@@ -168,7 +168,7 @@ def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
     between. All steps of a turn except its first one are timed.
     """
     plan = folder / f"{name}.json"
-    run = Training(model, plan)
+    run = DemoTraining(model, plan)
     optimizer = run.engine.optimizer
     run.train(FIRST_STEPS)
     optimizer.wait()  # the updates must not run on into the other side's turn
@@ -194,7 +194,7 @@ def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | 
 
     If ``resume`` is a folder, training starts from its newest checkpoint.
     """
-    run = Training(model, plan)
+    run = DemoTraining(model, plan)
     if resume is not None:
         run.resume(resume)
     run.train(model.steps - run.next)

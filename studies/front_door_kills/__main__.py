@@ -37,7 +37,7 @@ NEVER = Kill("never")
 
 
 @dataclass(kw_only=True)
-class Trial(killed.Trial):
+class ScriptTrial(killed.KillTrial):
     """The outcome of one attempt to kill an unchanged training script with SIGKILL and to resume it.
 
     Attributes:
@@ -78,9 +78,9 @@ def planned(number: int, seed: int, names: list[str]) -> list[tuple[Script, Kill
     return made
 
 
-def one_trial(kill: Kill, scratch: Path, script: Script, truth: Truth) -> Trial:
+def one_trial(kill: Kill, scratch: Path, script: Script, truth: Truth) -> ScriptTrial:
     """Kill a training script, resume it, and compare its results with those of an uninterrupted run."""
-    trial, (expected, length_s) = Trial(kill, script=script), truth
+    trial, (expected, length_s) = ScriptTrial(kill, script=script), truth
     folder, result = scratch / "out", scratch / "result.json"
     folder.mkdir(parents=True)
     child = Child(lambda: train(script, folder, kill, result), scratch / "log")
@@ -116,7 +116,7 @@ def reference(script: Script, scratch: Path) -> Truth:
     return json.loads(result.read_text()), time.monotonic() - begin
 
 
-def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
+def figures(done: list[ScriptTrial], wall_s: float) -> dict[str, Any]:
     # A run is lost if the script fails, or starts from the beginning although DeepSpeed alone would have resumed.
     lost = [t for t in done if t.fired and (t.resumed_step < 0 or t.resumed_step == 0 < t.stock_step)]
     kinds = [t.kill.point or "random" for t in done if t.fired]

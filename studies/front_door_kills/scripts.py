@@ -46,7 +46,7 @@ def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
     from studies.bench.bits import digest, optimizer_state
 
     ebbtide.runtime.enable()
-    progress = Progress(kill)
+    progress = ScriptProgress(kill)
     sys.addaudithook(progress.heard)
     resumed, losses, optimizer = _SCRIPTS[script.name](script, folder, progress)
     if hasattr(optimizer, "wait"):
@@ -55,7 +55,7 @@ def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
     result.write_text(json.dumps(page))
 
 
-class Progress(KillingFiles):
+class ScriptProgress(KillingFiles):
     """A counter of a training script's saves and of the files that it deletes from old checkpoints.
 
     The counter kills the process at the save (``on_save``), or at the deleted file (``rotation``), that a `Kill` names.
@@ -114,7 +114,7 @@ def _model() -> Any:
     return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
 
 
-def _trainer(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+def _trainer(script: Script, folder: Path, progress: ScriptProgress) -> tuple[int, list[float], Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Saves(TrainerCallback):
@@ -180,7 +180,7 @@ def _newest(script: Script, folder: Path) -> int:
 def _trained(
     script: Script,
     folder: Path,
-    progress: Progress,
+    progress: ScriptProgress,
     engine: Any,
     load: Callable[[str], object],
     save: Callable[[str], object],
@@ -204,12 +204,12 @@ def _trained(
     return first, losses, engine.optimizer
 
 
-def _loop(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+def _loop(script: Script, folder: Path, progress: ScriptProgress) -> tuple[int, list[float], Any]:
     engine = _engine(script)
     return _trained(script, folder, progress, engine, engine.load_checkpoint, engine.save_checkpoint)
 
 
-def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+def _accelerate(script: Script, folder: Path, progress: ScriptProgress) -> tuple[int, list[float], Any]:
     import torch
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin

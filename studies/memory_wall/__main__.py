@@ -36,7 +36,7 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemoryInUse:
     """The host and device memory in use at one moment of training. ``device_bytes`` is None without a GPU."""
 
     t_s: float
@@ -238,12 +238,14 @@ def _step(engine: Any, batch: Batch, borders: PhaseBorders) -> None:
     borders.run("step", engine.step)
 
 
-def _memory(cuda: bool) -> Sample:
+def _memory(cuda: bool) -> MemoryInUse:
     held = int(torch.cuda.memory_allocated()) if cuda else None
-    return Sample(time.perf_counter(), host_bytes(), held)
+    return MemoryInUse(time.perf_counter(), host_bytes(), held)
 
 
-def phase_row(phase: str, passages: Sequence[Passage], memory: Sequence[Sample], links: Sequence[LinkSample]) -> Row:
+def phase_row(
+    phase: str, passages: Sequence[Passage], memory: Sequence[MemoryInUse], links: Sequence[LinkSample]
+) -> Row:
     """Return a row with measurements of one training phase over all steps.
 
     The row has the phase's median time, the peaks of host and GPU memory, and the means of PCIe traffic and of GPU and

@@ -79,7 +79,7 @@ FULL, QUICK = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoorAnswers:
     """The answers of ebbtide's entry points to one planning question, as predicted seconds of an iteration.
 
     An entry point is a command, a Python function or an HTTP request. It gives a full answer, from a complete search
@@ -155,7 +155,7 @@ def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
     }
 
 
-def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | None) -> Asked:
+def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | None) -> DoorAnswers:
     scenario = {"model": model, "machine": machine, **about}
     have = _machine(machine, about)
     work = estimated(_job(model, about), have)
@@ -190,7 +190,7 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
     full = [seconds for name, seconds in found.items() if name in FULL]
     quick = [seconds for name, seconds in found.items() if name in QUICK]
     least_s = min([possible_s, *full])
-    return Asked(
+    return DoorAnswers(
         " ".join([model, machine, *(f"{key}={value}" for key, value in about.items())]),
         found,
         possible_s,

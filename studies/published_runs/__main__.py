@@ -25,7 +25,7 @@ from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD
 from rich.console import Console
 
 from studies.bench.console import study_parser, tables
-from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
+from studies.bench.offload_runs import PublishedRun, RunError, read_runs, testbeds
 from studies.bench.record import write_record
 from studies.published_runs import families, judging
 from studies.published_runs.judging import CHOICES
@@ -97,7 +97,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def figures_of(
-    presets: Machines, corrected: Mapping[str, Any], seen: Sequence[Run], asked: Sequence[Run], crossed: dict[str, Any]
+    presets: Machines,
+    corrected: Mapping[str, Any],
+    seen: Sequence[PublishedRun],
+    asked: Sequence[PublishedRun],
+    crossed: dict[str, Any],
 ) -> dict[str, Any]:
     """Return all results of the study of published runs as a dict for the result file.
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator.quantity import NINETY_PERCENT
 
-from studies.published_runs.training import FAMILIES, Prediction, TrainingRun
+from studies.published_runs.training import FAMILIES, RunPrediction, TrainingRun
 
-Judged = tuple[TrainingRun, Prediction]
+Judged = tuple[TrainingRun, RunPrediction]
 SIDES: dict[str, Callable[[TrainingRun], bool]] = {
     "fitted": lambda run: not run.held_out,
     "held_out": lambda run: run.held_out,
@@ -130,7 +130,7 @@ def _figures(judged: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def _holds(run: TrainingRun, said: Prediction) -> bool:
+def _holds(run: TrainingRun, said: RunPrediction) -> bool:
     return said.low_s <= run.measured_s <= said.high_s
 
 

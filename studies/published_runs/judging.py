@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator import Machine
 
-from studies.bench.offload_runs import MEMORY, Run, testbeds
+from studies.bench.offload_runs import MEMORY, PublishedRun, testbeds
 from studies.published_runs.shipped import as_seen, interval_ms, predict
 
 TIMES = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
@@ -33,10 +33,12 @@ _CONFIGURATION = (
     "subgroup",
     "family",
 )
-Pair = tuple[Run, dict[str, float]]
+Pair = tuple[PublishedRun, dict[str, float]]
 
 
-def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> list[Pair]:
+def predictions(
+    machines: Mapping[str, Machine], runs: Sequence[PublishedRun], seen: Sequence[PublishedRun] = ()
+) -> list[Pair]:
     """Predict the time and memory of published runs, and return a list of pairs: a run and its prediction."""
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 
@@ -110,11 +112,11 @@ def _strategies(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _strategy(run: Run) -> tuple[object, ...]:
+def _strategy(run: PublishedRun) -> tuple[object, ...]:
     return (run.prefetch, run.async_grads, run.stride if run.prefetch else 0)
 
 
-def _groups(pairs: Sequence[Pair], key: Callable[[Run], Hashable]) -> dict[Hashable, list[Pair]]:
+def _groups(pairs: Sequence[Pair], key: Callable[[PublishedRun], Hashable]) -> dict[Hashable, list[Pair]]:
     groups: dict[Hashable, list[Pair]] = {}
     for run, predicted in pairs:
         if "iter_ms" in run.measured:
@@ -122,7 +124,7 @@ def _groups(pairs: Sequence[Pair], key: Callable[[Run], Hashable]) -> dict[Hasha
     return groups
 
 
-def _fields(run: Run, names: Sequence[str]) -> tuple[object, ...]:
+def _fields(run: PublishedRun, names: Sequence[str]) -> tuple[object, ...]:
     return tuple(getattr(run, name) for name in names)
 
 
@@ -152,7 +154,9 @@ def _regret_pct(group: Sequence[Pair]) -> float:
     return (chosen / best - 1) * 100
 
 
-def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
+def intervals(
+    machines: Mapping[str, Machine], runs: Sequence[PublishedRun], seen: Sequence[PublishedRun] = ()
+) -> dict[str, Any]:
     """Return, for each testbed (machine), how often a published run's measured time lies in the predicted 90% interval.
 
     The median width of the intervals is returned too, as the ratio of their ends.
@@ -171,7 +175,7 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
     return result
 
 
-def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
+def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[PublishedRun]) -> dict[str, Any]:
     """Cross-validate ebbtide's 90% prediction intervals of the iteration time on published runs, for each testbed
     (machine).
 
@@ -205,7 +209,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
     return result
 
 
-def _in_widths(run: Run, machine: Machine) -> float:
+def _in_widths(run: PublishedRun, machine: Machine) -> float:
     # The result is not negative. It is at most 1 if the measured time is in the interval.
     low, high = interval_ms(run, machine)
     return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2

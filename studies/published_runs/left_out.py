@@ -8,11 +8,11 @@ import numpy as np
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.tuner.calibrate.calibration import LEAST_LOOP_S
 
-from studies.bench.offload_runs import Run, testbeds
+from studies.bench.offload_runs import PublishedRun, testbeds
 from studies.published_runs.judging import Pair, by_testbed, errors, intervals, predictions
 from studies.published_runs.shipped import calibrated, machine_of
 
-FOLDS: dict[str, Callable[[Run], Hashable]] = {
+FOLDS: dict[str, Callable[[PublishedRun], Hashable]] = {
     "model": lambda run: run.params_b,
     "ranks": lambda run: run.dp * run.tp,
     "campaign": lambda run: run.family,
@@ -23,12 +23,12 @@ RUNS = 3  # number of runs that a user probably has for a calibration
 FEWER_AND_MORE = (1, 10)
 
 
-def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
+def cross_validation(runs: Sequence[PublishedRun]) -> dict[str, Any]:
     """Return the prediction errors of published runs by cross-validation."""
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 
 
-def _left_out(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> dict[str, Any]:
+def _left_out(runs: Sequence[PublishedRun], key: Callable[[PublishedRun], Hashable]) -> dict[str, Any]:
     pairs: list[Pair] = []
     folds: dict[str, Any] = {}
     for name in testbeds(runs):
@@ -51,12 +51,12 @@ LEAST_ROWS = 6  # least rows of a campaign, so that as many rows are left out as
 JUDGED_INTERVALS = 6  # for each triple, number of left-out runs with an interval, which takes twenty simulations
 
 
-def random_draws(runs: Sequence[Run], count: int, size: int = RUNS) -> dict[str, Any]:
+def random_draws(runs: Sequence[PublishedRun], count: int, size: int = RUNS) -> dict[str, Any]:
     """Return how well published runs are predicted after a calibration on only a few other runs."""
     return {whence: {name: _over_draws(runs, name, whence, count, size) for name in testbeds(runs)} for whence in FROM}
 
 
-def _over_draws(runs: Sequence[Run], testbed: str, whence: str, count: int, size: int) -> dict[str, Any]:
+def _over_draws(runs: Sequence[PublishedRun], testbed: str, whence: str, count: int, size: int) -> dict[str, Any]:
     own = [run for run in runs if run.testbed == testbed and len(run.measured) > 1]
     pairs: list[Pair] = []
     unfitted: list[Pair] = []
@@ -94,8 +94,8 @@ def _over_draws(runs: Sequence[Run], testbed: str, whence: str, count: int, size
 
 
 def _draws(
-    runs: Sequence[Run], whence: str, count: int, size: int, rng: random.Random
-) -> Iterator[tuple[list[Run], list[Run]]]:
+    runs: Sequence[PublishedRun], whence: str, count: int, size: int, rng: random.Random
+) -> Iterator[tuple[list[PublishedRun], list[PublishedRun]]]:
     # A campaign is a series of runs by one source. The runs to calibrate on are never predicted.
     campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]
     for _ in range(count):

@@ -18,7 +18,7 @@ from ebbtide.simulator.schedule import Schedule
 from ebbtide.tuner.calibrate.calibration import Calibrated, Observation, calibrate, predicted_s
 from ebbtide.tuner.calibrate.interval import interval_s
 
-from studies.bench.offload_runs import Run, RunError, model_of
+from studies.bench.offload_runs import PublishedRun, RunError, model_of
 
 PRESETS = {"a100": "a100-node", "h100x4": "h100-node"}
 # The runs had DeepSpeed's `memory_breakdown` on, which reports memory six times per iteration, before and after each
@@ -61,7 +61,7 @@ def machine_of(testbed: str) -> Machine:
     return preset(PRESETS[testbed])
 
 
-def workload_of(run: Run, machine: Machine) -> Workload:
+def workload_of(run: PublishedRun, machine: Machine) -> Workload:
     """Return the workload of a published run, computed from the run's model and settings without measurements.
 
     Raises:
@@ -85,7 +85,7 @@ def workload_of(run: Run, machine: Machine) -> Workload:
         raise RunError(f"{run.where or run.model}: {error}") from None
 
 
-def schedule_of(run: Run, machine: Machine) -> Schedule:
+def schedule_of(run: PublishedRun, machine: Machine) -> Schedule:
     """Return the ops of one iteration of a published run, in the form that the simulator takes.
 
     If the run's log does not tell whether gradients were copied asynchronously, the run used an older build of
@@ -102,7 +102,7 @@ def schedule_of(run: Run, machine: Machine) -> Schedule:
     return _schedules[key]
 
 
-def _schedule_of(run: Run, machine: Machine) -> Schedule:
+def _schedule_of(run: PublishedRun, machine: Machine) -> Schedule:
     work = workload_of(run, machine)
     options: dict[str, Any] = {"iterations": 1, "ratio": _ratio_of_today(run.offload_ratio, len(work.subgroups))}
     if run.prefetch and run.stride:
@@ -119,14 +119,14 @@ def _ratio_of_today(ratio: float, count: int) -> float:
     return max(0.0, 1 - (on_device + 0.5) / count)  # plus half a subgroup, so that rounding cannot lose one
 
 
-def as_logged(run: Run) -> Run:
+def as_logged(run: PublishedRun) -> PublishedRun:
     """Return the published run, with blocking gradient copies assumed if the run's log does not tell how gradients were
     copied.
     """
     return run if run.async_grads is not None else replace(run, async_grads=False)
 
 
-def predict(run: Run, machine: Machine) -> dict[str, float]:
+def predict(run: PublishedRun, machine: Machine) -> dict[str, float]:
     """Return the predicted times of a published run, in milliseconds by CSV column, and its memory in GiB."""
     # ``missing_gb`` and ``missing_host_gb`` tell how much memory a GPU and a node lack for this run. If one of them is
     # above 0, the run cannot have taken place as described.
@@ -134,7 +134,7 @@ def predict(run: Run, machine: Machine) -> dict[str, float]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _predicted(run: Run, machine_json: str) -> dict[str, float]:
+def _predicted(run: PublishedRun, machine_json: str) -> dict[str, float]:
     machine = _machine(machine_json)
     schedule = schedule_of(run, machine)
     seconds = predicted_s(schedule, machine)
@@ -165,14 +165,14 @@ def _machine(machine_json: str) -> Machine:
     return Machine.model_validate_json(machine_json)
 
 
-def interval_ms(run: Run, machine: Machine) -> tuple[float, float]:
+def interval_ms(run: PublishedRun, machine: Machine) -> tuple[float, float]:
     """Return both ends of the 90% interval around a published run's predicted iteration time, in milliseconds."""
     low, high = interval_s(functools.partial(schedule_of, run), machine)
     between = 0.0 if machine.loop_s is not None else HARNESS_S
     return 1e3 * (low + between), 1e3 * (high + between)
 
 
-def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str, Calibrated]:
+def calibrated(machines: Mapping[str, Machine], seen: Sequence[PublishedRun]) -> dict[str, Calibrated]:
     """Return the machine of each testbed, calibrated on the measured runs of that testbed.
 
     Raises:
@@ -190,7 +190,7 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
     return result
 
 
-def as_seen(run: Run, seen: Sequence[Run]) -> Run:
+def as_seen(run: PublishedRun, seen: Sequence[PublishedRun]) -> PublishedRun:
     """Return a published run with the kind of its gradient copies (asynchronous or blocking) filled in.
 
     An unknown kind is inferred from the measured backward times of other runs of the same campaign (series of runs by
@@ -214,7 +214,7 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
     return replace(run, async_grads=2 * asynchronous > len(flows)) if flows else run
 
 
-def _looks_asynchronous(run: Run) -> bool:
+def _looks_asynchronous(run: PublishedRun) -> bool:
     machine = machine_of(run.testbed)
     misses = {
         flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"] / run.measured["bwd_ms"]))
@@ -223,7 +223,7 @@ def _looks_asynchronous(run: Run) -> bool:
     return misses[True] < misses[False]
 
 
-def observation(run: Run) -> Observation:
+def observation(run: PublishedRun) -> Observation:
     """Return a published run as an observation, the form that `tune calibrate` takes."""
     # An observation has a name, a function that returns the schedule, and the measured times.
     seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items() if column in run.measured}

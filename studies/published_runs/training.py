@@ -169,7 +169,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RunPrediction:
     """The predicted time and memory of one published training run.
 
     Attributes:
@@ -202,13 +202,13 @@ def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
         ]
 
 
-def predict_training(run: TrainingRun) -> Prediction:
+def predict_training(run: TrainingRun) -> RunPrediction:
     """Predict the time and memory of a published training run from its preset machine and its settings."""
     machine = run.machine()
     result, published = simulate_fast(run.schedule(machine), machine), run.as_published
     told = result if published == run else simulate_fast(published.schedule(machine), machine)
     low_s, high_s = workload_interval_s(run.built, run.workload(machine), machine)
-    return Prediction(
+    return RunPrediction(
         result.iteration_s,
         low_s,
         high_s,

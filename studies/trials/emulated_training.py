@@ -18,13 +18,13 @@ from ebbtide.simulator import Plan, Way, Workload
 from ebbtide.simulator.timeline import Timeline
 
 from studies.trials.paced_device import PacedDevice
-from studies.trials.paced_model import ROWS, PacedModel, Setting
+from studies.trials.paced_model import ROWS, PacedModel, PacedTraining
 
 WARMUP = 2  # steps: DeepSpeed records its trace in the first one, and after a switch the slots fill in one
 ALWAYS_CLIPS, NEVER_CLIPS = 1e-9, 1e9  # limits of the gradient norm
 
 
-def start(setting: Setting, **zero: Any) -> Any:
+def start(setting: PacedTraining, **zero: Any) -> Any:
     """Return a DeepSpeed engine on a model with layers that take given durations.
 
     The initial weights are the same at each call. Gradients are reduced layer by layer.
@@ -68,7 +68,7 @@ class Kernels:
         self._ended_s = time.thread_time()
 
 
-def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
+def attach(engine: Any, setting: PacedTraining, plan: Plan) -> Kernels:
     """Attach a plan to a DeepSpeed engine, on an emulated device with the rates of ``setting``.
 
     Return the `Kernels` object that makes the engine's layers take their emulated durations on this device.
@@ -134,7 +134,7 @@ def kernels_of(engine: Any, device: PacedDevice) -> Kernels:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EmulatedTimes:
     """Measured times of a training run on an emulated device, in seconds.
 
     Times are medians over the steps after the warm-up.
@@ -163,7 +163,7 @@ class Bench:
     It switches to another plan between two steps.
     """
 
-    def __init__(self, setting: Setting, clips: Callable[[int], bool] | None = None, **zero: Any) -> None:
+    def __init__(self, setting: PacedTraining, clips: Callable[[int], bool] | None = None, **zero: Any) -> None:
         """Build a DeepSpeed engine that trains on an emulated device.
 
         Args:
@@ -177,23 +177,23 @@ class Bench:
         self.steps = 0
         self._kernels: Kernels | None = None  # the kernels of a plan's device
 
-    def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
+    def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> EmulatedTimes:
         """Train ``steps`` steps under a plan on the emulated device after a warm-up, and return the measured times."""
         self.apply(plan)
         return self.measure_on(steps, settle=settle)
 
-    def measure_on(self, steps: int, *, settle: bool = False) -> Measured:
+    def measure_on(self, steps: int, *, settle: bool = False) -> EmulatedTimes:
         """Train ``steps`` steps after a warm-up, under the engine's plan, and return times as `measure` does."""
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
-    def _measured(self, marks: list[tuple[float, float, float, float]]) -> Measured:
+    def _measured(self, marks: list[tuple[float, float, float, float]]) -> EmulatedTimes:
         ends = [mark[2] for mark in marks[WARMUP - 1 :]]
         periods = [b - a for a, b in itertools.pairwise(ends)]
         forward_s, backward_s, step_s = (statistics.median(m[i + 1] - m[i] for m in marks[WARMUP:]) for i in range(3))
         own = getattr(self.engine.optimizer, "timeline", None)  # DeepSpeed's optimizer has no timeline
         timeline = own() if own else Timeline((), "measured")
         mean_s = statistics.fmean(periods)
-        return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
+        return EmulatedTimes(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
 
     def apply(self, plan: Plan) -> None:
         """Switch the engine to another plan, or attach the plan if the engine has none yet."""
@@ -248,7 +248,7 @@ class Bench:
         return state
 
 
-def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(setting: PacedTraining, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the inputs and targets of each micro-batch of training step ``number``."""
     for micro_batch in range(setting.micro_batches):
         generator = torch.Generator().manual_seed(number * setting.micro_batches + micro_batch)
@@ -265,7 +265,7 @@ def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) 
 
 
 def stock_state(
-    setting: Setting, steps: int, clips: Callable[[int], bool] | None = None, **zero: Any
+    setting: PacedTraining, steps: int, clips: Callable[[int], bool] | None = None, **zero: Any
 ) -> dict[str, torch.Tensor]:
     """Train the model of ``setting`` with stock DeepSpeed, and return the parameters and optimizer state after
     ``steps`` steps.

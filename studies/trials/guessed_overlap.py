@@ -16,7 +16,7 @@ from ebbtide.simulator.analysis.bounds import lower_bound
 
 from studies.bench.bits import differences
 from studies.trials.emulated_training import Bench, stock_state
-from studies.trials.paced_model import Setting
+from studies.trials.paced_model import PacedTraining
 
 UPDATE_RATIOS = (0.5, 1.0, 2.0)  # time of all updates on the host, divided by that of forward and backward
 CLIP_RATES = (0.05, 0.5, 1.0)
@@ -60,18 +60,18 @@ class Guessed:
         return self.barrier_s / self.guessed_s
 
 
-def many_layers() -> Setting:
+def many_layers() -> PacedTraining:
     """Return settings of training on an emulated device, with as many layers as a model of 8 B parameters has."""
     # On the emulated device, the passes of the layers, copies and updates take durations that the settings determine.
     # The layers are small, so that their real arithmetic takes only a small part of these durations. One setting is
     # measured on this machine: the speed of an early update, divided by the speed of another update. It is slower than
     # other updates, because it does not write in place.
-    layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
+    layers = PacedTraining(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
     apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median
     return replace(layers.scaled(0.7), host_adam_out_of_place=min(1.0, apart))
 
 
-def setting_of(base: Setting, ratio: float) -> Setting:
+def setting_of(base: PacedTraining, ratio: float) -> PacedTraining:
     """Return settings of emulated training in which all updates together take ``ratio`` times as long as forward and
     backward.
 
@@ -90,7 +90,12 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 
 
 def measure_early_updates(
-    base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS, *, profiled: bool = True
+    base: PacedTraining,
+    steps: int,
+    clipped_steps: int,
+    ratios: Sequence[float] = UPDATE_RATIOS,
+    *,
+    profiled: bool = True,
 ) -> dict[str, Any]:
     """Measure what early updates gain and cost on an emulated device.
 
@@ -120,7 +125,7 @@ def clipping(rate: float) -> Callable[[int], bool]:
     return lambda number: Random(f"0 {number}").random() < rate
 
 
-def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int, profiled: bool) -> Guessed:
+def _measured(setting: PacedTraining, ratio: float, steps: int, clipped_steps: int, profiled: bool) -> Guessed:
     bench, clipped = Bench(setting, clips=lambda _: False), list[bool]()
 
     def mean_s(plan: Plan, rate: float, count: int) -> float:

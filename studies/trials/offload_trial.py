@@ -166,7 +166,7 @@ def allocator_calls() -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunTimes:
     """The times of a training run.
 
     Attributes:
@@ -183,7 +183,7 @@ class Run:
 
 def timed(
     engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1, threads: TrainingThreads | None = None
-) -> Run:
+) -> RunTimes:
     """Train with an engine, and return the times.
 
     Args:
@@ -206,7 +206,7 @@ def timed(
         for at in range(0, len(rows), accumulation)
     ]
     times = {f"{name}_s": value for name, value in medians(whole, WARMUP).items()}
-    return Run(times, whole, clock.threads(), float(loss))
+    return RunTimes(times, whole, clock.threads(), float(loss))
 
 
 def make_engine(args: argparse.Namespace) -> Any:

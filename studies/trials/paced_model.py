@@ -20,7 +20,7 @@ ROWS = 4  # samples per batch: few, so that real computation is short compared w
 
 
 @dataclass(frozen=True)
-class Setting:
+class PacedTraining:
     """The settings of training on an emulated device: the model's size, and all given durations and speeds.
 
     With the defaults, forward is shorter than the update of all state on the host, and shorter than the copies of all
@@ -51,14 +51,14 @@ class Setting:
     micro_batches: int = 1
     zero_stage: ZeroStage = 3
 
-    def scaled(self, factor: float) -> "Setting":
+    def scaled(self, factor: float) -> "PacedTraining":
         """Return settings of an emulated training with all durations (of layers, copies and updates) multiplied by
         ``factor``.
 
         If the model's size is not the default, the speeds of copies and updates are changed in proportion to the size.
         So the time to copy or update the whole model does not depend on the model's size.
         """
-        quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
+        quicker = self.params / (PacedTraining.layers * PacedTraining.hidden**2) / factor
         return replace(
             self,
             forward_s=self.forward_s * factor,
@@ -193,7 +193,7 @@ class PacedModel(nn.Module):
     ``forward(inputs, targets)`` takes tensors of shape (rows, hidden) and returns the mean squared error.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PacedTraining) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             PacedLayer(setting.hidden, setting.forward_s, setting.backward_s) for _ in range(setting.layers)

@@ -24,7 +24,7 @@ class PhaseError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Progress:
+class PhaseProgress:
     """The progress of one phase (part) of a study: ``done`` of ``total`` units of work, and a note on what runs now."""
 
     done: int
@@ -83,7 +83,7 @@ class PhaseProcess:
         self._child.close()
         remove_shared_buffers(self._port)  # a killed child cannot remove them itself
 
-    def progress(self) -> Iterator[Progress]:
+    def progress(self) -> Iterator[PhaseProgress]:
         """Yield the progress reports of a process that runs one phase (part) of a study.
 
         The reports end when the process ends, or when it pauses until the parent process calls `go_on`.
@@ -155,7 +155,7 @@ def _run(
 def report(done: int, total: int, note: str = "") -> None:
     """Report the progress of one phase (part) of a study to the parent process, if there is one."""
     if _parent is not None:
-        _parent.send(Progress(done, total, note))
+        _parent.send(PhaseProgress(done, total, note))
 
 
 def pause() -> None:

@@ -29,7 +29,7 @@ STAGES, RANKS = (2, 3), (1, 2)
 
 
 @dataclass(frozen=True)
-class Case:
+class JudgedDefect:
     """The judgement of `tune verify` on one training run with a known defect.
 
     Attributes:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-overhead", action="store_true")
     options = parser.parse_args(arguments)
     console, overheads = Console(), {}
-    cases: list[Case] = []
+    cases: list[JudgedDefect] = []
     right: list[dict[str, Any]] = []
     for stage in options.stages:
         for ranks in options.ranks:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(figures["found"] != figures["seeded"] or figures["false_alarms"] > 0)
 
 
-def judged(folder: Path, stage: int, ranks: int, expected: dict[str, Any]) -> list[Case]:
+def judged(folder: Path, stage: int, ranks: int, expected: dict[str, Any]) -> list[JudgedDefect]:
     """Compare each recorded run with a defect with stock DeepSpeed's, and return what was found.
 
     Args:
@@ -81,7 +81,7 @@ def judged(folder: Path, stage: int, ranks: int, expected: dict[str, Any]) -> li
         first = compare(_run(folder, defect), stock).first
         named = first is not None and first.step == known["step"] and first.name in known["names"]
         said = "" if first is None else f"step {first.step}: {first.name}"
-        cases.append(Case(defect, stage, ranks, first is not None, named, said))
+        cases.append(JudgedDefect(defect, stage, ranks, first is not None, named, said))
     return cases
 
 
@@ -135,7 +135,9 @@ def _launch(stage: int, ranks: int, out: Path, *more: str) -> Any:
     return json.loads((out / "expected.json").read_text())
 
 
-def summary(cases: Sequence[Case], right: Sequence[dict[str, Any]], overheads: dict[str, float]) -> dict[str, Any]:
+def summary(
+    cases: Sequence[JudgedDefect], right: Sequence[dict[str, Any]], overheads: dict[str, float]
+) -> dict[str, Any]:
     """Return the figures of the study: of ``seeded`` runs with a defect, ``found`` differ from stock's, and for the
     fraction ``named_rightly`` the first difference is the defect's step and tensor.
     """

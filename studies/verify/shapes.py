@@ -11,7 +11,7 @@ SUBGROUP = 20_000  # elements of a subgroup
 
 
 @dataclass(frozen=True)
-class Shape:
+class VerifiedTraining:
     """A model and the settings of its training, for the test of `tune verify`.
 
     Attributes:
@@ -38,22 +38,22 @@ class Shape:
     resumed: int = 0
 
 
-TINY = Shape()
+TINY = VerifiedTraining()
 ODD = ByteGPTConfig(layers=3, hidden=45, heads=3, sequence=31)
 RIGHT = (
-    Shape("tied", tied=True),
-    Shape("odd sizes", model=ODD),
-    Shape("fp16", dtype="fp16"),
-    Shape("accumulation 4", accumulation=4),
-    Shape("one micro-batch, not clipped", accumulation=1, clipping=0.0),
-    Shape("frozen embeddings", frozen=True),
-    Shape("resumed", resumed=3),
-    Shape("ZeRO-1", stage=1),
+    VerifiedTraining("tied", tied=True),
+    VerifiedTraining("odd sizes", model=ODD),
+    VerifiedTraining("fp16", dtype="fp16"),
+    VerifiedTraining("accumulation 4", accumulation=4),
+    VerifiedTraining("one micro-batch, not clipped", accumulation=1, clipping=0.0),
+    VerifiedTraining("frozen embeddings", frozen=True),
+    VerifiedTraining("resumed", resumed=3),
+    VerifiedTraining("ZeRO-1", stage=1),
 )
 KINDS = ("stock", "plan")  # kinds of runs for each shape
 
 
-def shapes_of(stage: int) -> list[Shape]:
+def shapes_of(stage: int) -> list[VerifiedTraining]:
     """Return the models and settings with which the test of `tune verify` trains without a defect."""
     # `tune verify` must find no defect in these runs.
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

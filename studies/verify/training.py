@@ -22,7 +22,7 @@ from ebbtide.runtime.zero.pieces import pieces
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.verify.defects import DEFECTS, Defect
-from studies.verify.shapes import KINDS, SUBGROUP, TINY, Shape, shapes_of
+from studies.verify.shapes import KINDS, SUBGROUP, TINY, VerifiedTraining, shapes_of
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STEPS = 6
@@ -84,7 +84,7 @@ def train(folder: Path, stage: int, **options: Any) -> None:
 
 
 @contextmanager
-def trained(folder: Path, stage: int, *, attach: bool = False, shape: Shape = TINY) -> Iterator[Any]:
+def trained(folder: Path, stage: int, *, attach: bool = False, shape: VerifiedTraining = TINY) -> Iterator[Any]:
     """Yield an engine into which the caller can put a defect. Then train the engine and record the run.
 
     `tune verify` judges the recorded run later.
@@ -115,7 +115,7 @@ def trained(folder: Path, stage: int, *, attach: bool = False, shape: Shape = TI
     engine.destroy()
 
 
-def started(stage: int, *, shape: Shape = TINY) -> Any:
+def started(stage: int, *, shape: VerifiedTraining = TINY) -> Any:
     import deepspeed
 
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def started(stage: int, *, shape: Shape = TINY) -> Any:
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
 
 
-def _model(shape: Shape) -> ByteGPT:
+def _model(shape: VerifiedTraining) -> ByteGPT:
     model = ByteGPT(shape.model)
     if shape.tied:
         model.head.weight = model.bytes_in.weight
@@ -170,7 +170,7 @@ def overhead_pct(stage: int) -> float:
 
     Both times are medians over several steps.
     """
-    engine = started(stage, shape=Shape(model=SIZES["4m"], accumulation=1, subgroup=10_000_000))
+    engine = started(stage, shape=VerifiedTraining(model=SIZES["4m"], accumulation=1, subgroup=10_000_000))
     batches = Batches(2, SIZES["4m"].sequence, rank=RANK)
     steps, digests = [], []
     with tempfile.TemporaryDirectory() as scratch:

@@ -15,7 +15,7 @@ from studies.demo import tables as demo_tables
 from studies.demo.crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
 from studies.demo.measure import toggled
 from studies.demo.pictures import last_iterations, typical
-from studies.demo.results import Run, predicted_phases, same_bits, same_losses
+from studies.demo.results import DemoRun, predicted_phases, same_bits, same_losses
 from studies.trials.phase_process import PhaseProcess
 from tests.studies.checkpoint_saver import save
 
@@ -48,7 +48,7 @@ def _save_run(folder, name, losses, first=0, iterations=(1.0,), weight=1.0):
     facts = {"first_step": first, "losses": losses, "phases": rows, "tensors": 1}
     (folder / "runs" / f"{name}.json").write_text(json.dumps(facts))
     torch.save({"w": torch.tensor([weight])}, folder / "runs" / f"{name}.pt")
-    return Run.load(folder, name)
+    return DemoRun.load(folder, name)
 
 
 def test_resumed_losses_are_compared_with_the_end_of_the_whole_run(tmp_path):

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from studies.memory_wall import __main__ as memory_wall
-from studies.memory_wall.__main__ import LinkCounters, LinkSample, Passage, Sample, Sampler, claims, phase_row
+from studies.memory_wall.__main__ import LinkCounters, LinkSample, MemoryInUse, Passage, Sampler, claims, phase_row
 
 PASSAGES = [
     Passage("forward", 0.0, 1.0, 0.5, 400),
     Passage("backward", 1.0, 3.0, 1.0, 900),
     Passage("step", 3.0, 7.0, 8.0, 200),
 ]
-MEMORY = [Sample(0.5, 10, 300), Sample(2.0, 20, 800), Sample(4.0, 30, 100), Sample(8.0, 99, 1)]
+MEMORY = [MemoryInUse(0.5, 10, 300), MemoryInUse(2.0, 20, 800), MemoryInUse(4.0, 30, 100), MemoryInUse(8.0, 99, 1)]
 LINKS = [LinkSample(2.0, 1e9, 4e9, 0.9), LinkSample(4.0, 2e9, 1e9, 0.1), LinkSample(6.0, 4e9, 3e9, 0.3)]
 
 
@@ -52,7 +52,7 @@ def test_claims_are_answered_from_the_rows():
 
 def test_without_a_gpu_nothing_is_claimed_about_one():
     passages = [Passage(p.phase, p.begun_s, p.ended_s, p.cpu_s, None) for p in PASSAGES]
-    memory = [Sample(s.t_s, s.host_bytes, None) for s in MEMORY]
+    memory = [MemoryInUse(s.t_s, s.host_bytes, None) for s in MEMORY]
     found = {p: phase_row(p, passages, memory, []) for p in memory_wall.PHASES}
     varies, link, utilisation, _ = (c["measured"] for c in claims(found, None))
     assert varies is None

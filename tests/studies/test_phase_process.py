@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from studies.trials import phase_process
-from studies.trials.phase_process import PhaseError, PhaseProcess, Progress, pause, report
+from studies.trials.phase_process import PhaseError, PhaseProcess, PhaseProgress, pause, report
 
 
 def say(words):
@@ -33,7 +33,7 @@ def take_turns(path):
 
 def test_reports_arrive_in_order_and_output_goes_to_the_log(tmp_path):
     with PhaseProcess(say, {"words": "good morning"}, tmp_path / "log") as child:
-        assert list(child.progress()) == [Progress(1, 2, "half"), Progress(2, 2)]
+        assert list(child.progress()) == [PhaseProgress(1, 2, "half"), PhaseProgress(2, 2)]
         child.finish()
     assert (tmp_path / "log").read_text() == "good morning\n"
 
@@ -60,11 +60,11 @@ def test_a_pause_ends_when_the_parent_says_so(tmp_path, monkeypatch, method):
     monkeypatch.setattr(phase_process, "_start_method", lambda: method)
     path = tmp_path / "turn"
     with PhaseProcess(take_turns, {"path": str(path)}, tmp_path / "log") as child:
-        assert list(child.progress()) == [Progress(0, 2)]
+        assert list(child.progress()) == [PhaseProgress(0, 2)]
         assert child.waits
         assert not path.exists()
         child.go_on()
-        assert list(child.progress()) == [Progress(1, 2)]
+        assert list(child.progress()) == [PhaseProgress(1, 2)]
         assert path.read_text() == "0"
         child.go_on()
         assert list(child.progress()) == []

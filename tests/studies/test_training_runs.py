@@ -13,7 +13,13 @@ from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.tuner.calibrate.interval import OFFLOAD_SPREAD
 
 from studies.published_runs import families
-from studies.published_runs.training import FAMILIES, UNTOLD_VERSION, Prediction, predict_training, read_training_runs
+from studies.published_runs.training import (
+    FAMILIES,
+    UNTOLD_VERSION,
+    RunPrediction,
+    predict_training,
+    read_training_runs,
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,7 @@ def quick(run):
     """
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
-    return Prediction(result.iteration_s, 1e-9, 1e-9, result.iteration_s, result.device_peak_bytes / 2**30)
+    return RunPrediction(result.iteration_s, 1e-9, 1e-9, result.iteration_s, result.device_peak_bytes / 2**30)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,7 @@ def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
 def test_a_spread_by_hand(judged):
     own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "offloaded"}
     one, other = (dataclasses.replace(run, fields={**run.fields, "held_out": "0"}) for run in [*own.values()][:2])
-    pair = [(run, Prediction(f * run.measured_s, 1, 1, 1, 1)) for run, f in ((one, 1.0), (other, 2.0), (other, 2.0))]
+    pair = [(run, RunPrediction(f * run.measured_s, 1, 1, 1, 1)) for run, f in ((one, 1.0), (other, 2.0), (other, 2.0))]
     expected = math.log(2) / math.sqrt(2) * 2.92 / 1.6449 * math.sqrt(1.5)
     assert families.spread(pair)["needed"] == pytest.approx(expected, rel=1e-3)
 
@@ -144,7 +150,7 @@ def test_an_interval_holds_a_row_and_the_former_share_is_beside_it(runs):
 def test_families_and_memory_are_told_apart_by_side(runs):
     one = next(run for run in runs if run.measured_gib)
     other = dataclasses.replace(one, fields={**one.fields, "held_out": "1" if not one.held_out else "0"})
-    said = Prediction(1.1 * one.measured_s, 1e-9, 2 * one.measured_s, 2 * one.measured_s, 0.9 * one.measured_gib)
+    said = RunPrediction(1.1 * one.measured_s, 1e-9, 2 * one.measured_s, 2 * one.measured_s, 0.9 * one.measured_gib)
     pair = [(one, said), (other, dataclasses.replace(said, seconds=0.8 * one.measured_s))]
     found = families.by_family(pair)[one.family]
     sides = sorted(found[side]["median_pct_error"] for side in families.SIDES)

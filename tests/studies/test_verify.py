@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from studies.verify.__main__ import Case, judged, summary
+from studies.verify.__main__ import JudgedDefect, judged, summary
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_a_stale_parameter_and_a_lost_subgroup_of_an_engine_are_named(only_rank,
 
 
 def test_what_the_study_adds_up():
-    case = Case("stale parameter", 3, 1, found=True, named=True, said="")
+    case = JudgedDefect("stale parameter", 3, 1, found=True, named=True, said="")
     lost = replace(case, found=False, named=False)
     pairs = [{"verdict": "identical"}, {"verdict": "different"}]
     figures = summary([case, case, case, lost], pairs, {"zero3": 4.0, "zero2": 7.0})

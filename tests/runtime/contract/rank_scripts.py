@@ -23,7 +23,7 @@ from ebbtide.simulator import subgroups
 from torch.utils.checkpoint import checkpoint
 
 from studies.bench.bits import state_of
-from studies.bench.byte_gpt import Batches, Block, ByteGPT, ByteGPTConfig
+from studies.bench.byte_gpt import Batches, ByteGPT, ByteGPTConfig, TransformerBlock
 from tests.runtime.contract import test_module_hooks
 from tests.runtime.contract.training import DEVICES, attached, plan_for, start
 
@@ -51,7 +51,7 @@ class Wandering(ByteGPT):
     def forward(self, inputs, targets):
         x = self.bytes_in(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         for number in self.route:
-            block: Block = self.blocks[number]
+            block: TransformerBlock = self.blocks[number]
             if self.recompute is None or not self.training:
                 x = block(x)
             else:
