@@ -22,7 +22,7 @@ _CODE = "import sys; sys.path[:] = {path!r}; from ebbtide.tuner.advice.running i
 
 
 def memory_of(workload: Workload, session: Session, free_device: int, free_host: int) -> dict[str, int | None]:
-    """Return the fields of `Run` about memory, for a session whose workload was just watched.
+    """Return the fields of `RunningJob` about memory, for a session whose workload was just watched.
 
     Args:
         free_device, free_host: Bytes that this rank may use beside those that it holds.
@@ -44,13 +44,13 @@ def tell_faster(describe: Callable[[], Mapping[str, Any]], watched: Mapping[str,
     it, so that training does not wait.
 
     Args:
-        describe: Function for the fields of `Run` that the engine knows.
-        watched: The other fields of `Run`.
+        describe: Function for the fields of `RunningJob` that the engine knows.
+        watched: The other fields of `RunningJob`.
     """
-    from ebbtide.tuner.advice.running import Run, UnknownRunError, unknown
+    from ebbtide.tuner.advice.running import RunningJob, UnknownRunError, unknown
 
     try:
-        run = Run.model_validate({**describe(), **watched})
+        run = RunningJob.model_validate({**describe(), **watched})
     except UnknownRunError as error:
         logger.info(unknown(error))
         return

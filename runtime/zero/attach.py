@@ -32,7 +32,7 @@ from ebbtide.runtime.zero.checks.guard import (
     stored_at,
 )
 from ebbtide.runtime.zero.checks.other_steps import warn_of_late_gradients, warn_of_other_steps
-from ebbtide.runtime.zero.described import Described
+from ebbtide.runtime.zero.described import DescribedEngine
 from ebbtide.runtime.zero.flat_partitions import subgroups_of
 from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
 from ebbtide.runtime.zero.storing import storing_plan
@@ -265,7 +265,7 @@ def _attach_automatically(
         return engine  # there is no other placement to choose
     stages = private.pipeline_stages(engine)
     if stages == 1:
-        plan_later(session_of(engine), machine, Described(engine).fields)
+        plan_later(session_of(engine), machine, DescribedEngine(engine).fields)
     elif rank() == 0:  # the stages have different subgroups, but one rank plans for all ranks
         logger.warning(
             "ebbtide makes no plan of its own for a model of %d pipeline stages: the CPU updates every subgroup. "

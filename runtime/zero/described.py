@@ -12,7 +12,7 @@ _FUSED = ("liger_kernel", "torch._dynamo")  # packages of modules with fused ker
 _SEEN = 16  # batches
 
 
-class Described:
+class DescribedEngine:
     """The description of an engine's training job, with the shape of its batches, which a hook in forward observes."""
 
     def __init__(self, engine: Any) -> None:

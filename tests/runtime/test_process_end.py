@@ -17,7 +17,7 @@ BEGIN = """
 import sys, threading, time
 import torch
 from ebbtide.runtime.hardware import background
-from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.devices.lane import Completion, LaneQueue
 
 torch.set_num_threads(1)
 background.LIMIT_S = 600  # a thread that only waits must not delay the end at all
@@ -41,24 +41,24 @@ class Held:  # as tensors that only an op refers to: to free them is work in PyT
 """
 SCRIPTS = {
     "an op computes": """
-        Lane("update").submit(compute, (), Completion())
+        LaneQueue("update").submit(compute, (), Completion())
         inside.wait()
     """,
     "an op computes, and many are queued after it": """
-        lane = Lane("update")
+        lane = LaneQueue("update")
         for _ in range(1000):
             lane.submit(compute, (), Completion())
         inside.wait()
     """,
     "an op computes, and another lane waits for it": """
-        first, other = Completion(), Lane("copy")
-        Lane("update").submit(compute, (), first)
+        first, other = Completion(), LaneQueue("copy")
+        LaneQueue("update").submit(compute, (), first)
         other.submit(compute, (first,), Completion())
         inside.wait()
     """,
     "an op frees what only its lane still refers to": """
         def submit(held):
-            Lane("update").submit(lambda: compute() or held, (), Completion())
+            LaneQueue("update").submit(lambda: compute() or held, (), Completion())
         submit(Held())
         inside.wait()
     """,
@@ -72,7 +72,7 @@ SCRIPTS = {
         inside.wait()
     """,
     "an op waits for another op that is never submitted": """
-        Lane("update").submit(compute, (Completion(),), Completion())
+        LaneQueue("update").submit(compute, (Completion(),), Completion())
         inside.set()
     """,
     "a worker of the store computes": """

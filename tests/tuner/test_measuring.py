@@ -18,7 +18,7 @@ from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.tuner.calibrate.calibration import CalibrationError, calibrate, predicted_s
-from ebbtide.tuner.calibrate.run_logs import Described, read_observations
+from ebbtide.tuner.calibrate.run_logs import FactsFromFlags, read_observations
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.configurations.answer import SearchAnswer
 from ebbtide.tuner.configurations.deciding import as_trained, explore
@@ -273,7 +273,7 @@ def test_what_was_measured_calibrates_a_machine(tmp_path):
     answer = SearchAnswer(Space.of(Configuration(), ("offload",)), (), complete=True, measured=tuple(measured))
     record = {**as_json(answer), "job": {"model": LARGE, "sequence": 2048, "shape": {}}}
     (tmp_path / "all.json").write_text(json.dumps(record))
-    seen = read_observations(tmp_path / "all.json", Described())
+    seen = read_observations(tmp_path / "all.json", FactsFromFlags())
     for one in seen:
         assert predicted_s(one.build(slow), slow)["iteration"] == pytest.approx(one.measured_s["iteration"], rel=0.01)
     found = calibrate(usual, seen)
@@ -282,7 +282,7 @@ def test_what_was_measured_calibrates_a_machine(tmp_path):
     record["measured"] = [{**row, "measured_s": None} for row in record["measured"]]
     (tmp_path / "all.json").write_text(json.dumps(record))
     with pytest.raises(CalibrationError, match=r"must hold a measured configuration, but all\.json has none"):
-        read_observations(tmp_path / "all.json", Described())
+        read_observations(tmp_path / "all.json", FactsFromFlags())
 
 
 def processes_of(folder):

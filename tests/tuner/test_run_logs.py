@@ -8,7 +8,7 @@ from ebbtide.simulator import Machine, build_strategy, preset, workload_from_mod
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.tuner.calibrate.calibration import CalibrationError, predicted_s
-from ebbtide.tuner.calibrate.run_logs import Described, levels_s, read_log, read_observations
+from ebbtide.tuner.calibrate.run_logs import FactsFromFlags, levels_s, read_log, read_observations
 
 from tests.tuner.test_cli import run
 
@@ -40,7 +40,7 @@ REAL += "".join(
         (8, "20,788", 15.103745352947813, 41.46, 81.15, 8.93),
     )
 )
-TWO = Described(model="m", shape={"micro_batch": 1, "accumulation": 2})
+TWO = FactsFromFlags(model="m", shape={"micro_batch": 1, "accumulation": 2})
 
 
 def seen_in(tmp_path, text, described=TWO, name="train.log"):
@@ -79,7 +79,7 @@ Setting OMP_NUM_THREADS environment variable for each process to be 1 in default
 
 @pytest.mark.parametrize("said", [TORCHRUN, "export OMP_NUM_THREADS=1\n", "'OMP_NUM_THREADS': '1'"])
 def test_a_log_tells_its_ranks_threads(tmp_path, said):
-    described = Described(model=GPT, ds_config=OFFLOADED, shape={"data_parallel": 4})
+    described = FactsFromFlags(model=GPT, ds_config=OFFLOADED, shape={"data_parallel": 4})
     on = preset("h200")
     (plain,), (seen,) = (seen_in(tmp_path, text, described) for text in (REAL, said + REAL))
     few, all_ = (predicted_s(run.build(on), on)["step"] for run in (seen, plain))
@@ -99,7 +99,7 @@ def test_runs_are_those_of_the_offload_that_the_config_sets(tmp_path, offload, s
     zero = {"stage": stage, **({} if offload is None else {"offload_optimizer": offload})}
     config = {"bf16": {"enabled": True}, "zero_optimization": zero}
     on = preset("h200")
-    (run,) = seen_in(tmp_path, "step_ms\n9\n", Described(model=GPT, ds_config=config), "runs.csv")
+    (run,) = seen_in(tmp_path, "step_ms\n9\n", FactsFromFlags(model=GPT, ds_config=config), "runs.csv")
     job = Job.of_deepspeed(GPT, config)
     name, options = job.offload.strategy(stage)
     expected = build_strategy(name, estimated(job, on), iterations=1, **options)
@@ -108,7 +108,7 @@ def test_runs_are_those_of_the_offload_that_the_config_sets(tmp_path, offload, s
 
 def test_a_row_tells_its_launcher(tmp_path):
     rows = "launcher,omp_threads,step_ms\ntorchrun,,9\n,2,9\n,,9\n"
-    described = Described(model=GPT, shape={"data_parallel": 4})
+    described = FactsFromFlags(model=GPT, shape={"data_parallel": 4})
     on = preset("h200")
     steps = [predicted_s(run.build(on), on)["step"] for run in seen_in(tmp_path, rows, described, "runs.csv")]
     assert steps[0] > steps[1] > steps[2]
@@ -167,7 +167,7 @@ def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits
     # forward, backward and step together. In this log, a batch of one sample gives too short a time. This time must
     # also not be longer than an iteration takes according to the log's clock times. If the log has no clock times, the
     # limit is twice the time of forward, backward and step together.
-    described = Described(model="m", shape={"micro_batch": samples})
+    described = FactsFromFlags(model="m", shape={"micro_batch": samples})
     (seen,) = seen_in(tmp_path, REAL if timed else without_times(REAL), described)
     notes = [note for note in seen.notes if "check --micro-batch" in note]
     assert len(notes) == (not fits)
@@ -177,11 +177,11 @@ def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits
 def test_the_batch_may_stand_in_the_deepspeed_config(tmp_path):
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}))
-    assert Described(ds_config=str(config), shape={"data_parallel": 4}).samples() == 8
-    assert Described(shape={"data_parallel": 4}).samples() == 4
-    (seen,) = seen_in(tmp_path, without_times(REAL), Described("m", str(config)))
+    assert FactsFromFlags(ds_config=str(config), shape={"data_parallel": 4}).samples() == 8
+    assert FactsFromFlags(shape={"data_parallel": 4}).samples() == 4
+    (seen,) = seen_in(tmp_path, without_times(REAL), FactsFromFlags("m", str(config)))
     assert not [note for note in seen.notes if "check --micro-batch" in note]
-    (seen,) = seen_in(tmp_path, without_times(REAL), Described("m"))
+    (seen,) = seen_in(tmp_path, without_times(REAL), FactsFromFlags("m"))
     assert [note for note in seen.notes if "check --micro-batch" in note]
 
 
@@ -218,7 +218,7 @@ def test_files_that_tell_nothing_are_refused(tmp_path):
     with pytest.raises(CalibrationError, match=r"at least 5 lines .* holds 4"):
         seen_in(tmp_path, "".join(REAL.splitlines(keepends=True)[:10]))
     with pytest.raises(CalibrationError, match="--runs must be a readable file"):
-        read_observations(tmp_path / "none.log", Described())
+        read_observations(tmp_path / "none.log", FactsFromFlags())
     with pytest.raises(CalibrationError, match="must be of `tune profile` or `tune search --measure`"):
         seen_in(tmp_path, "{}", name="w.json")
 

@@ -9,7 +9,7 @@ from ebbtide.simulator.estimates.knobs import needs
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.faster import faster
-from ebbtide.tuner.advice.running import Run, UnknownRunError, hint, told
+from ebbtide.tuner.advice.running import RunningJob, UnknownRunError, hint, told
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.service.requests import MODELS
 
@@ -35,7 +35,7 @@ def watched(model="Llama 3.2 3B", card="rtx4090", micro_batch=1, accumulation=8,
     slower = have.with_rates(**{name: SLOWER * have.rate(name) for name in speeds})
     work = estimated(job, slower)
     seconds = quick_plan(work, slower, Limits.of(work, slower)).prediction.iteration_s
-    run = Run(
+    run = RunningJob(
         model=MODELS[model],
         config=config,
         shape=shape,

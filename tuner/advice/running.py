@@ -34,7 +34,7 @@ class UnknownRunError(ValueError):
     """An error: the changes of a training run cannot be estimated. The message says what is missing."""
 
 
-class Run(Page):
+class RunningJob(Page):
     """A training run as its first steps and its model's config describe it. Memory is that of one rank.
 
     Attributes:
@@ -68,7 +68,7 @@ class Hint:
     factor: float
 
 
-def hint(run: Run) -> Hint | None:
+def hint(run: RunningJob) -> Hint | None:
     """Return the change of the DeepSpeed config or of the trainer's arguments with which a run's samples train fastest.
     None if nothing is clearly faster.
 
@@ -107,7 +107,7 @@ def _check_elements(job: Job, elements: int) -> None:
         raise UnknownRunError(f"the model has {elements:,} parameters, and its config describes {described:,}")
 
 
-def _as_watched(job: Job, run: Run) -> tuple[Machine, Workload]:
+def _as_watched(job: Job, run: RunningJob) -> tuple[Machine, Workload]:
     """Return the machine with the GPU's speeds with which a described job computes as long as was measured."""
     machine = run.machine
     for _ in range(MOST_FITS):
@@ -125,7 +125,7 @@ def _as_watched(job: Job, run: Run) -> tuple[Machine, Workload]:
     raise UnknownRunError("no speed of the GPU explains the measured times of forward and backward")
 
 
-def _more_activations(run: Run, work: Workload) -> float:
+def _more_activations(run: RunningJob, work: Workload) -> float:
     if run.activation_bytes is None or not work.activation_bytes:
         return 0.0
     return max(0.0, run.activation_bytes / work.activation_bytes - 1)
@@ -137,7 +137,7 @@ def unknown(error: UnknownRunError) -> str:
     return f"{told}. `tune plan --model` may know one"
 
 
-def told(run: Run) -> str:
+def told(run: RunningJob) -> str:
     """Return the line of the log about a run's fastest change. Empty if nothing is clearly faster."""
     try:
         best = hint(run)
@@ -154,4 +154,4 @@ def told(run: Run) -> str:
 def main() -> None:
     """Print the line about the run whose JSON is on stdin. Training goes on at the same time and has priority."""
     os.nice(19)
-    sys.stdout.write(told(Run.model_validate_json(sys.stdin.read())))
+    sys.stdout.write(told(RunningJob.model_validate_json(sys.stdin.read())))

@@ -246,7 +246,7 @@ _STARTED = ("launcher", "omp_threads")
 
 
 @dataclass(frozen=True)
-class Described:
+class FactsFromFlags:
     """The facts about measured training runs that the file of the runs lacks, taken from the flags of ``tune
     calibrate``.
 
@@ -321,7 +321,7 @@ class Described:
         return int(said["micro_batch"] * said["accumulation"] * ranks)
 
 
-def read_observations(path: str | Path, described: Described) -> list[Observation]:
+def read_observations(path: str | Path, described: FactsFromFlags) -> list[Observation]:
     """Read the measured training runs in a file.
 
     The file is a CSV file, a workload from `tune profile` or what `tune search --measure` wrote (``.json``), or a
@@ -344,7 +344,7 @@ def read_observations(path: str | Path, described: Described) -> list[Observatio
     return [_from_log(file.name, text, described)]
 
 
-def _from_log(name: str, text: str, described: Described) -> Observation:
+def _from_log(name: str, text: str, described: FactsFromFlags) -> Observation:
     log = read_log(text)
     if log.iterations < WARM_UP + FEWEST_ITERATIONS:
         raise CalibrationError(
@@ -364,7 +364,7 @@ def _from_log(name: str, text: str, described: Described) -> Observation:
     return Observation(name, described.build, measured, tuple(notes))
 
 
-def _started_as(name: str, log: DeepSpeedLog, described: Described) -> tuple[Described, list[str]]:
+def _started_as(name: str, log: DeepSpeedLog, described: FactsFromFlags) -> tuple[FactsFromFlags, list[str]]:
     if log.omp_threads is None or any(flag in described.shape for flag in _STARTED):
         return described, []
     shape = {**described.shape, "omp_threads": log.omp_threads}
@@ -409,7 +409,7 @@ def _from_search(name: str, found: Mapping[str, Any]) -> list[Observation]:
             continue
         tokens = round(row["tokens_per_sample"] or job["sequence"])
         shape = {**job["shape"], **row["shape"], "sequence": tokens}
-        ran = Described(job["model"], row["deepspeed"], shape=shape)
+        ran = FactsFromFlags(job["model"], row["deepspeed"], shape=shape)
         if row["plan"] is not None:
             ran = replace(ran, strategy="ebbtide", options={"plan": Plan.from_fields(row["plan"])})
         seen.append(Observation(row["name"], ran.build, {"iteration": row["measured_s"]}))
@@ -420,7 +420,7 @@ def _from_search(name: str, found: Mapping[str, Any]) -> list[Observation]:
     return seen
 
 
-def _from_profile(name: str, text: str, described: Described) -> Observation:
+def _from_profile(name: str, text: str, described: FactsFromFlags) -> Observation:
     try:
         work = Workload.model_validate_json(text)
     except ValueError as error:
@@ -433,11 +433,11 @@ def _from_profile(name: str, text: str, described: Described) -> Observation:
         raise CalibrationError(
             f"a workload of --runs must have phase_times (`tune profile` measures them), but {name} has none"
         )
-    kept = Described(workload=work, strategy=described.strategy, options=described.options)
+    kept = FactsFromFlags(workload=work, strategy=described.strategy, options=described.options)
     return Observation(name, kept.build, measured, tuple(loop_notes(name, measured)))
 
 
-def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
+def _from_csv(name: str, text: str, described: FactsFromFlags) -> list[Observation]:
     reader = csv.DictReader(text.splitlines())
     columns = list(reader.fieldnames or [])
     known = (*_MEASURED, *_INTEGERS, *_OPTIONS, *_OTHER)
@@ -455,7 +455,7 @@ def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
     return runs
 
 
-def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Observation:
+def _row(where: str, row: Mapping[str | None, Any], described: FactsFromFlags) -> Observation:
     beyond = row.get(None) or ()  # key under which `csv` puts cells without a column
     if any(cell.strip() for cell in beyond):
         raise CalibrationError(
@@ -470,7 +470,7 @@ def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Obs
             shape[key] = _launcher(where, given[key])
         elif key in _OPTIONS or key == "sub_group_size":
             options[key] = _parsed(where, key, given[key], _OPTIONS.get(key, float))
-    ran = Described(
+    ran = FactsFromFlags(
         given.get("model", described.model),
         described.ds_config,
         None if "model" in given else described.workload,

@@ -18,7 +18,7 @@ from ebbtide.tuner.lazy_group import Command
 if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
     from ebbtide.tuner.calibrate.calibration import Calibrated, Change
-    from ebbtide.tuner.calibrate.run_logs import Described
+    from ebbtide.tuner.calibrate.run_logs import FactsFromFlags
 
 # Factor between measured and predicted time above which the description of the run is doubted, not the machine's rates.
 LARGE_MISS = 1.5
@@ -87,9 +87,9 @@ def calibrate(
         click.echo(f"warning: {warning}", err=True)
 
 
-def _described(source: dict[str, Any], machine: Machine, strategy: str | None, ratio: float | None) -> Described:
+def _described(source: dict[str, Any], machine: Machine, strategy: str | None, ratio: float | None) -> FactsFromFlags:
     from ebbtide.simulator.workload import Workload
-    from ebbtide.tuner.calibrate.run_logs import Described
+    from ebbtide.tuner.calibrate.run_logs import FactsFromFlags
 
     if source["workload"] is not None and source["model"] is not None:
         raise BadInputError("only one of --workload and --model may be given, but got both")
@@ -100,7 +100,7 @@ def _described(source: dict[str, Any], machine: Machine, strategy: str | None, r
     read_config(source["ds_config"])
     if source["model"] is not None:
         check_model(source["model"])
-    return Described(
+    return FactsFromFlags(
         source["model"],
         source["ds_config"],
         None if profiled is None else read(Workload, profiled, "--workload"),
