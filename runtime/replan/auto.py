@@ -209,7 +209,7 @@ def _agreed(mine: Workload, session: Session) -> Workload:
         )
         for layer in mine.layers
     )
-    fields = {name: seconds for name, seconds in agreed.items() if name in own and name not in _PASSES}
+    fields: dict[str, Any] = {n: seconds for n, seconds in agreed.items() if n in own and n not in _PASSES}
     fields |= {"ranks_per_node": ranks, "nodes": nodes, "layers": layers}
     return mine.model_copy(update={**fields, "clip_rate": session.pausing.clip_rate if mine.clip else 0.0})
 

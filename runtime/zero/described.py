@@ -42,7 +42,7 @@ class DescribedEngine:
 
         self._hook.remove()
         engine, module = self._engine, self._engine.module
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
             raise UnknownRunError(f"{type(module).__name__} has no Hugging Face config")
         if engine.dp_world_size != world_size():

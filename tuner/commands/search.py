@@ -188,8 +188,8 @@ def search(
     if measure is not None:
         with _interrupted_by_sigterm():
             answer = measure_best(question, answer, command, measure, measure_timeout, partial(click.echo, err=True))
-    workload = answer.best and question.workload(answer.best.configuration)
-    notes = (*notes, *(workload.notes if workload else ()))
+    workload = None if answer.best is None else question.workload(answer.best.configuration)
+    notes = (*notes, *(() if workload is None else workload.notes))
     record = {**report.as_json(answer), "notes": notes}
     if measure is not None:
         model = Path(asked["model"])
