@@ -364,6 +364,7 @@ class Configured(Answered):
     tokens_per_s: float
     device_peak_bytes: int
     host_peak_bytes: int
+    quick: bool = Field(description="True if the plan is that of a quick search, and so may be slower than necessary.")
 
 
 class SearchResult(Answered):
