@@ -27,7 +27,8 @@ class DescribedEngine:
     def _see(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         from ebbtide.profiler.watcher import batch_of
 
-        if module.training:
+        # torch.compile may keep on calling a hook that was removed.
+        if module.training and len(self._shapes) < _SEEN:
             self._shapes.append(batch_of(module, args, kwargs))
         if len(self._shapes) == _SEEN:
             self._hook.remove()
