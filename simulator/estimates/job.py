@@ -12,7 +12,7 @@ from ebbtide.simulator.estimates.deepspeed_config import (
     deepspeed_fields,
     unread,
 )
-from ebbtide.simulator.estimates.deepspeed_keys import AUTOTP, ZERO, at
+from ebbtide.simulator.estimates.deepspeed_keys import AUTOTP, BATCH_KEYS, ZERO, at
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading
@@ -68,6 +68,8 @@ OFFLOADS = {
     "parameters": ("cpu", "cpu"),
     "nvme": ("nvme", "cpu"),
 }
+# Fields whose assumed values are told by a note that begins with DeepSpeed's key. Another value makes the note void.
+_NOTED = {"zero_stage": f"{ZERO}.stage", **BATCH_KEYS}
 SELECTIVE_SHARE = 0.5  # every other layer, as torchtitan's "selective" and fms-fsdp do by default
 _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 MOST_RANKS, MOST_TOKENS = 10**7, 10**8
@@ -435,6 +437,8 @@ class Job(BaseModel):
             ModelError: A value cannot be used.
         """
         word = knobs.get("offload")
+        void = tuple(f"{_NOTED[name]}: " for name in knobs if name in _NOTED)
+        knobs = {"notes": tuple(note for note in self.notes if not note.startswith(void)), **knobs}
         if not isinstance(word, str):
             return self._checked({**dict(self), **knobs})
         state, parameters = OFFLOADS[word]

@@ -15,6 +15,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from ebbtide.simulator import Machine, Plan, preset, workload_from_model
 from ebbtide.simulator.analysis.what_if import _IN_WORKLOAD, WORKLOAD_FIELDS
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import CHANGEABLE
 from ebbtide.tuner.cli import COMMANDS, main
@@ -338,3 +339,14 @@ def test_no_sentence_is_told_twice(case, tmp_path, monkeypatch):
             told = CliRunner().invoke(main, [*map(str, words), "--json"])
             found = json.loads(told.stdout)
             assert not repeated([*found.get("reasons", []), *found.get("notes", []), told.stderr]), name
+
+
+def test_a_changed_setting_is_not_told_as_assumed(tmp_path):
+    job = Job.of_deepspeed(MODEL, {"bf16": {"enabled": True}, "gradient_clipping": "auto"}, sequence=256)
+    assert len([note for note in job.told if "not given" in note]) == 3
+    assert [note for note in job.changed(micro_batch=4, zero_stage=2).told if "not given" in note] == [
+        "gradient_accumulation_steps: not given -> 1"
+    ]
+    asked = ["--machine", "rtx4090", "--model", MODEL, "--sequence", "256", "--global-batch", 8, "--trials", 2]
+    told = json.loads(tune("search", *asked, "-o", tmp_path / "found.json", "--json").stdout)["notes"]
+    assert not [note for note in told if "not given" in note]
