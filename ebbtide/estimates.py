@@ -77,11 +77,11 @@ class Estimate(Shown):
 
     def in_short(self) -> str:
         answer = self.strategy if self.fits else f"{self.strategy} does not fit: it {self.lacks}"
-        told = (
+        text = (
             f"{self.sentence} {self.about}. {answer}; {self.iteration_s:.3g} s per step, {self.tokens_per_s:,.0f} "
             f"tokens/s, {self.gpu_bytes / GIB:.1f} GiB of GPU memory, {self.host_bytes / GIB:.1f} GiB of host memory"
         )
-        return told + (f"; fits: {self.nearest[0]}" if self.nearest else "")
+        return text + (f"; fits: {self.nearest[0]}" if self.nearest else "")
 
     def records(self) -> list[dict[str, Any]]:
         """Return a table of the memory that the estimated training step needs on the GPU and on the host, in GiB.
@@ -155,8 +155,8 @@ def estimate(
     job = Job.of_deepspeed(model, _without_key(ds_config), micro_batch=batch, accumulation=accumulation, **shape)
     work = estimated(job, machine)
     limits = Limits.of(work, machine, **memory)
-    told = (*_notes(model, job), *notes, *work.notes, *limits.explained)
-    return _answered(work, machine, limits, _strategy(ds_config), memory, told, full=full)
+    all_notes = (*_notes(model, job), *notes, *work.notes, *limits.explained)
+    return _answered(work, machine, limits, _strategy(ds_config), memory, all_notes, full=full)
 
 
 def _answered(
@@ -245,11 +245,11 @@ def _nearest(work: "Workload", machine: "Machine", plan: "Plan | None", memory: 
     If the job fits under a plan, training under a plan is the only change.
     """
     if plan is not None and plan.prediction is not None:
-        told = plan.prediction
+        prediction = plan.prediction
         yield (
             'DeepSpeed ZeRO-3 with "offload_optimizer": {"device": "cpu"} and "ebbtide": {"plan": "automatic"}, '
-            f"{told.iteration_s:.3g} s per step, {told.device_peak_bytes / GIB:.1f} GiB of GPU memory and "
-            f"{told.host_peak_bytes / GIB:.1f} GiB of host memory"
+            f"{prediction.iteration_s:.3g} s per step, {prediction.device_peak_bytes / GIB:.1f} GiB of GPU memory and "
+            f"{prediction.host_peak_bytes / GIB:.1f} GiB of host memory"
         )
         return
     from ebbtide.tuner.advice.ways_out import ways_out

@@ -85,13 +85,13 @@ def plan(
     if isinstance(machine, Machine):
         machine, memory, notes = within(machine, device_bytes, host_memory_bytes)
         asked |= memory
-    told: dict[str, Any] = {} if progress is None else {"progress": progress}
+    reporting: dict[str, Any] = {} if progress is None else {"progress": progress}
     try:
         made = ebbtide.tuner.plan(
             workload,
             machine,
             **asked,
-            **told,
+            **reporting,
             endurance_bytes=endurance_bytes,
             robust=robust,
             mtbf_s=mtbf_s,
@@ -115,9 +115,9 @@ def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[s
     asked = asked_of(options)
     ways = ways_out(workload.job, machine, asked["freedom"], **asked["asked"])
     lines = [f"{way.label}: {way.iteration_s:.3g} s per iteration" for way in ways]
-    told = ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
-    told.ways = tuple(ways)
-    return told
+    impossible = ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
+    impossible.ways = tuple(ways)
+    return impossible
 
 
 Values = Sequence[float] | float | None

@@ -717,12 +717,12 @@ class Plan(Shown, Page):
 
         Otherwise return the limits of a user who gives none.
         """
-        usual, told = Limits.of(workload, machine), self.prediction.limits if self.prediction else {}
+        usual, predicted = Limits.of(workload, machine), self.prediction.limits if self.prediction else {}
         made_for = (self.machine_fingerprint, self.workload_fingerprint)
         here = made_for == (machine.fingerprint, workload.cut_as(self).fingerprint)
-        if not here or not usual.by_memory.keys() <= told.keys():
+        if not here or not usual.by_memory.keys() <= predicted.keys():
             return usual
-        kept, most = Limits.from_memories(told), Limits.of(workload, machine, margin=0.0)
+        kept, most = Limits.from_memories(predicted), Limits.of(workload, machine, margin=0.0)
         within = kept.host_bytes <= most.host_bytes and kept.device_bytes <= most.device_bytes
         return kept if within else usual
 

@@ -63,7 +63,7 @@ class BrokenRule(NamedTuple):
     value: str | None = None
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """Return a sentence for the user that names a field, the rule that the field breaks, and the field's value."""
         if not self.rule.startswith("must ") or not self.key:
             return self.rule
@@ -145,8 +145,8 @@ def _broken(item: Mapping[str, Any], given: Any) -> BrokenRule:
     if isinstance(cause, RuleError) and cause.key and cause.key not in where[-1:]:
         where = [*where, cause.key]
     value = item.get("input")
-    untold = item["type"] in ("missing", "json_invalid") or isinstance(value, dict | list | tuple)
-    return BrokenRule(".".join(where)[:SHOWN], _rule(item), None if untold else shortened(value))
+    unshown = item["type"] in ("missing", "json_invalid") or isinstance(value, dict | list | tuple)
+    return BrokenRule(".".join(where)[:SHOWN], _rule(item), None if unshown else shortened(value))
 
 
 def _where(item: Mapping[str, Any], given: Any) -> list[str]:
@@ -252,7 +252,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     def kinds() -> Mapping[str, tuple[str, "TypeAdapter[Any]"]]:
         hints, exact = get_type_hints(function), get_type_hints(function, include_extras=True)
         one = (name for name, each in signature.parameters.items() if each.kind not in _MANY and name in hints)
-        return {name: (_told(hints[name]), _adapter(exact[name])) for name in one}
+        return {name: (_type_text(hints[name]), _adapter(exact[name])) for name in one}
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -260,13 +260,15 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             given = signature.bind(*args, **kwargs)
         except TypeError:  # the error of the call itself is clearer
             return function(*args, **kwargs)
-        for name, (told, adapter) in kinds().items():
+        for name, (described, adapter) in kinds().items():
             if name in given.arguments:
                 value = given.arguments[name]
                 try:
                     given.arguments[name] = adapter.validate_python(value)
                 except ValueError:  # pydantic's ValidationError
-                    raise RuleError(f"{name} must be of type {told}, but got {shortened(value)}", key=name) from None
+                    raise RuleError(
+                        f"{name} must be of type {described}, but got {shortened(value)}", key=name
+                    ) from None
         return function(*given.args, **given.kwargs)
 
     return call
@@ -281,7 +283,7 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
     return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
 
 
-def _told(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     if isinstance(hint, type):
         return hint.__name__
     return re.sub(r"^Optional\[(.*)\]$", r"\1 | None", re.sub(r"\b\w+\.", "", str(hint)))

@@ -351,8 +351,8 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
 
 def tell_notes(notes: Iterable[str]) -> None:
     """Print what was assumed for a training job, and what is not simulated."""
-    if told := "; ".join(notes):
-        click.echo(f"note: {told}", err=True)
+    if text := "; ".join(notes):
+        click.echo(f"note: {text}", err=True)
 
 
 def program_of(command: Sequence[str], name: str) -> str:

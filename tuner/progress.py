@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-Told = Callable[[float, str], object]
+ShowProgress = Callable[[float, str], object]
 
 
 def silently(_share: float, _what: str) -> None:
@@ -12,7 +12,7 @@ def silently(_share: float, _what: str) -> None:
 
 
 @contextmanager
-def told_after(quiet_s: float) -> Iterator[Told]:
+def progress_after(quiet_s: float) -> Iterator[ShowProgress]:
     """Return a context manager that yields a function to show progress, called with the finished fraction
     and the name of the current phase.
 

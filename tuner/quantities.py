@@ -28,19 +28,19 @@ LONGEST_S = 1e10  # three centuries, longer than any training
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
-def told_seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     """Return a duration in seconds as text, in milliseconds below a second: ``4.45 s``, ``255 ms``, ``2.3 ms``."""
     if seconds >= 0.9995:
         return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.1f} ms"
 
 
-def told_least(seconds: float) -> str:
-    """Return a duration as text like `told_seconds`, but rounded down, so that the text of a lower bound is
+def least_text(seconds: float) -> str:
+    """Return a duration as text like `seconds_text`, but rounded down, so that the text of a lower bound is
     never above the bound.
     """
     digit = 1.0 if seconds >= 100 else 1e-2 if seconds >= 0.9995 else 1e-3 if seconds >= 0.0995 else 1e-4
-    return told_seconds(math.floor(seconds / digit) * digit)
+    return seconds_text(math.floor(seconds / digit) * digit)
 
 
 def size_bytes(text: str) -> int:

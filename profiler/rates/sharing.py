@@ -69,14 +69,16 @@ def with_writer_cost(machine: Machine) -> Machine:
         # other copy.
         shares = [(min(1.0, getattr(work, q)), min(1.0, getattr(writing, q))) for q in ("q1", "median", "q3")]
         low, middle, high = sorted(cost_for(machine, thread.median, *share) for share in shares)
-        told = name.format(passes=shares[1][0], both=sum(shares[1]) / 2)
+        source = name.format(passes=shares[1][0], both=sum(shares[1]) / 2)
         cost = Quantity(
             median=middle,
             q1=low,
             q3=high,
             n=work.n,
             source="measured",
-            detail=thread.detail if middle == thread.median else f"{thread.detail}; raised until {told} of their speed",
+            detail=thread.detail
+            if middle == thread.median
+            else f"{thread.detail}; raised until {source} of their speed",
         )
         return machine.model_copy(update={"writer_s_per_byte": cost})
     return machine

@@ -112,8 +112,8 @@ class _Timer:
         self._backwards = 0
         if self._steps == 1:
             self._hooks.pop().remove()
-            told = recomputes(engine.module)
-            recomputed = True if self._again else bool(told) if told or self._forwards else None
+            recomputing = recomputes(engine.module)
+            recomputed = True if self._again else bool(recomputing) if recomputing or self._forwards else None
             _check(job, [("recompute", job["recompute"], recomputed, "recomputed activations")])
         if self._steps == job["warm_up"] and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

@@ -52,7 +52,7 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def told(lock: Path) -> str:
+def lock_text(lock: Path) -> str:
     """Return a message about a lock file that blocks the build of a torch extension.
 
     The message says which build it is, since when the lock file exists, and whether to delete the file.
@@ -93,7 +93,7 @@ def tell_builds(cpp_extension: Any, rank: Callable[[], int]) -> None:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        with builds_are_told(kwargs.get("name") or args[0]) if rank() == 0 else contextlib.nullcontext():
+        with slow_builds_logged(kwargs.get("name") or args[0]) if rank() == 0 else contextlib.nullcontext():
             return original(*args, **kwargs)
 
     load._ebbtide_tells = True  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def tell_builds(cpp_extension: Any, rank: Callable[[], int]) -> None:
 
 
 @contextlib.contextmanager
-def builds_are_told(name: str, every_s: float = 10.0) -> Iterator[None]:
+def slow_builds_logged(name: str, every_s: float = 10.0) -> Iterator[None]:
     """Say on stderr what takes so long, while the code in this ``with`` block has torch load the extension ``name``.
 
     The extension is compiled, or another process that compiles it is waited for. Say also if that process has died.
@@ -121,7 +121,7 @@ def _watch(thread: int, over: threading.Event, name: str, every_s: float) -> Non
         lock, wait_s = _waited_for(thread), every_s
         text = f"the kernel {name} is compiled, which takes a minute or two, once on a machine"
         if lock is not None:
-            text = f"waiting for another process that compiles a PyTorch extension: {told(lock)}"
+            text = f"waiting for another process that compiles a PyTorch extension: {lock_text(lock)}"
         if text != said:
             print(f"ebbtide: {text}", file=sys.stderr, flush=True)
             said = text

@@ -15,7 +15,7 @@ from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, padded, view_at
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.layout import Layout, Stripe
-from ebbtide.runtime.storage.waiting import told_late
+from ebbtide.runtime.storage.waiting import late_wait_logged
 from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers
 
 # A function that moves a block between memory (by address) and its file (by offset), and returns the block's hash.
@@ -92,7 +92,7 @@ class BlockMover:
     def sync(self) -> None:
         """Wait until all written blocks are on the drives."""
         for file in self.files:
-            with told_late(f"syncing {file.path}"):
+            with late_wait_logged(f"syncing {file.path}"):
                 file.sync()
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class Telling:
 
 
 @contextmanager
-def told_late(what: str) -> Iterator[None]:
+def late_wait_logged(what: str) -> Iterator[None]:
     """Log a warning if the code in the ``with`` block, which waits for a drive, takes long."""
     timer = threading.Timer(TOLD_AFTER_S, logger.warning, (_STUCK, what, TOLD_AFTER_S))
     timer.daemon = True

@@ -328,13 +328,13 @@ def _monitor_steps(engine: Any, session: Session) -> None:
 
 
 def _tell_steps(session: Session) -> None:
-    told, steps = session.plan, 0
+    seen, steps = session.plan, 0
 
     def on_step() -> None:
-        nonlocal told, steps
+        nonlocal seen, steps
         if session.set_aside is not None:
             return
-        told, steps = session.plan, steps + 1 if session.plan is told else 1
+        seen, steps = session.plan, steps + 1 if session.plan is seen else 1
         if steps not in TOLD_STEPS:
             return
         expected = "" if session.expected_s is None else f", {session.expected_s:.3f} s expected"

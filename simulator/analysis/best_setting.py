@@ -50,7 +50,7 @@ class StrategyResult:
         """Return the peak of each memory under a simulated offloading strategy."""
         return self.memory_of()
 
-    def told(self, between: str = " ") -> str:
+    def setting_text(self, between: str = " ") -> str:
         """Return the setting of a simulated offloading strategy as text for people, such as ``ratio 0.3``."""
         return ", ".join(
             f"{key}{between}{value:g}"

@@ -326,7 +326,7 @@ def _row(work: Workload, changed: Machine, limits: Limits, point: Point, plan: P
     tokens = work.tokens_per_iteration
     return {
         "strategy": point.strategy,
-        "setting": best.told("="),
+        "setting": best.setting_text("="),
         "gpu_memory_bytes": point.gpu_memory_bytes,
         **point.changes,
         "fits": best.fits,
@@ -335,7 +335,7 @@ def _row(work: Workload, changed: Machine, limits: Limits, point: Point, plan: P
         **result.phases,
         "device_peak_bytes": result.device_peak_bytes,
         "host_peak_bytes": result.host_peak_bytes,
-        "lower_bound_s": min(_bound_s(work, changed, limits), _told_bound_s(plan)),
+        "lower_bound_s": min(_bound_s(work, changed, limits), _predicted_bound_s(plan)),
         "tokens_per_s": tokens / result.iteration_s if tokens else float("nan"),
     }
 
@@ -367,9 +367,9 @@ def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
     return Limits.of(work, machine)
 
 
-def _told_bound_s(plan: Plan | None) -> float:
-    told = None if plan is None else plan.prediction
-    return math.inf if told is None else told.lower_bound_s
+def _predicted_bound_s(plan: Plan | None) -> float:
+    prediction = None if plan is None else plan.prediction
+    return math.inf if prediction is None else prediction.lower_bound_s
 
 
 def _bound_s(work: Workload, machine: Machine, limits: Limits) -> float:

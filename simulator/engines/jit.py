@@ -28,11 +28,11 @@ _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_n
 class _CompileNotice(event.Listener):
     """A log message when numba compiles a function of ebbtide, because it is not in the cache on disk."""
 
-    told = False  # once in a process
+    written = False  # once in a process
 
     def on_start(self, event: Any) -> None:
-        if not self.told and event.data["dispatcher"].py_func.__module__.startswith("ebbtide."):
-            self.told = True
+        if not self.written and event.data["dispatcher"].py_func.__module__.startswith("ebbtide."):
+            self.written = True
             # A warning, because Python shows warnings on stderr where no program has configured logging.
             logger.warning("ebbtide compiles its simulator for this machine, once: 10 to 30 s")
 

@@ -41,7 +41,7 @@ class Card(NamedTuple):
         }
 
     @property
-    def told(self) -> str:
+    def advice(self) -> str:
         figures = ", ".join(f"{name}={value:.4g}" for name, value in self.figures.items())
         return f"Describe it by its data sheet, in a machine like this one: preset({self.like!r}, {figures})"
 

@@ -377,7 +377,7 @@ class Job(BaseModel):
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def estimate_notes(self) -> tuple[str, ...]:
         """Return sentences for the user about the estimate of a training job.
 
         They tell which values were assumed for settings that were ``"auto"`` or missing, and which config keys and
@@ -458,7 +458,7 @@ class Job(BaseModel):
             return cls.model_validate(fields)
         except ValidationError as error:
             first = broken(error, model=cls)[0]
-            raise ModelError(first.told, first.key) from None
+            raise ModelError(first.sentence, first.key) from None
 
     def deepspeed(self) -> dict[str, Any]:
         """Return the DeepSpeed config of a training job: the config that it was created from, with the job's values.

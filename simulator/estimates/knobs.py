@@ -35,7 +35,7 @@ class Knob(NamedTuple):
     option: Words | None = None
     needs: int = 0
 
-    def told(self, value: Any, *, as_option: bool = False) -> str:
+    def text(self, value: Any, *, as_option: bool = False) -> str:
         return (self.option or self.words)(value) if as_option else self.words(value)
 
 
@@ -120,9 +120,9 @@ def needs(changes: Changes) -> int:
     return max((KNOBS[name].needs for name in changes), default=0)
 
 
-def told(changes: Changes) -> str:
+def changes_text(changes: Changes) -> str:
     """Return the new values of the changed settings as text, such as "ZeRO-3, micro-batch 4"."""
-    return ", ".join(KNOBS[name].told(value) for name, value in changes.items())
+    return ", ".join(KNOBS[name].text(value) for name, value in changes.items())
 
 
 def same_samples(job: Job) -> Iterator[Changes]:

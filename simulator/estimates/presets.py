@@ -176,8 +176,8 @@ def preset_name(given: str, more: Iterable[str] = (), what: str = "machine prese
         return spelled(given, (*preset_names(), *more), what, key="machine", also=_BY_CARD)
     except RuleError as error:
         card = card_named(given)
-        told = error if card is None else RuleError(f"There is no {what} {given!r}. {card.told}", key="machine")
-        raise told from None
+        refusal = error if card is None else RuleError(f"There is no {what} {given!r}. {card.advice}", key="machine")
+        raise refusal from None
 
 
 def card_named(given: str) -> Card | None:

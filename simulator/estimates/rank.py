@@ -578,7 +578,7 @@ class Rank(RankSizes):
 
     def provenance(self) -> str:
         notes = [f"estimated from the config of {self.arch.name}, sequence {self.job.sequence}"]
-        notes += self.job.told
+        notes += self.job.estimate_notes
         if any(block.experts for block in self.stage_blocks):
             notes.append(OF_EXPERTS)
         if self.job.pipeline_parallel > 1:

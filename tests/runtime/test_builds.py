@@ -35,7 +35,7 @@ def test_a_lock_is_stale_once_nobody_builds_there(lock, tmp_path):
     ninja = subprocess.Popen(["sleep", "60"], cwd=lock.parent)
     try:
         assert not builds.is_stale(lock)
-        assert "The build is running" in builds.told(lock)
+        assert "The build is running" in builds.lock_text(lock)
     finally:
         ninja.kill()
         ninja.wait()
@@ -97,7 +97,7 @@ def test_a_start_that_waits_says_for_what_and_since_when(lock, monkeypatch):
     monkeypatch.setattr(builds, "QUIET_S", 0.01)
     threading.Thread(target=lambda: heard.printed.wait(30) and lock.unlink()).start()
     try:
-        with builds.builds_are_told("cpu_adam", 0.01):
+        with builds.slow_builds_logged("cpu_adam", 0.01):
             FileBaton(str(lock)).wait()
     finally:
         lock.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import pytest
 from ebbtide.runtime import session_of
 from ebbtide.runtime.replan import auto, hint
 from ebbtide.simulator.plan import FASTER
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 from tests.machines import node
 from tests.runtime.contract.training import start, train
@@ -74,7 +74,7 @@ def test_a_run_under_an_automatic_plan_names_its_best_change_once(caplog, monkey
     expected_s = session_of(engine).expected_s
     engine.destroy()
     assert "times as fast with micro-batch 4, accumulation 1: " in line
-    assert f"instead of {told_seconds(expected_s)}. Nothing is changed" in line
+    assert f"instead of {seconds_text(expected_s)}. Nothing is changed" in line
 
 
 def test_no_step_waits_for_the_search(caplog, monkeypatch, tmp_path):

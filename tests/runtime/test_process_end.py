@@ -194,8 +194,8 @@ ABANDONED = {
     "runtime/checkpoint/trainers/ending.py:_at_sigterm": "waits for a checkpoint, then ends the process",
     "runtime/checkpoint/protocol/rotation.py:write": "sleeps, and touches a file",
     "runtime/checkpoint/stream/persist.py:__init__": "the checkpoint's thread, which is no daemon, joins them",
-    "runtime/storage/waiting.py:told_late": "sleeps, and logs",
-    "tuner/progress.py:told_after": "sleeps, and prints",
+    "runtime/storage/waiting.py:late_wait_logged": "sleeps, and logs",
+    "tuner/progress.py:progress_after": "sleeps, and prints",
     "profiler/nvml.py:__enter__": "calls NVML through ctypes, which is C",
     "tuner/service/worker.py:main": "reads a pipe",
 }

@@ -8,10 +8,10 @@ from ebbtide.simulator.estimates.knobs import (
     KNOBS,
     SAME_SAMPLES,
     applied,
+    changes_text,
     needs,
     present,
     same_samples,
-    told,
     values,
 )
 from ebbtide.simulator.estimates.presets import preset
@@ -39,7 +39,7 @@ def test_changes_keep_the_samples_and_hold_only_what_differs():
         changed = applied(job, changes)
         assert (changed.micro_batch * changed.accumulation, changed.sequence) == (6, 256)
         assert all(present(changed, name) == value != present(job, name) for name, value in changes.items())
-        assert not changes or told(changes)
+        assert not changes or changes_text(changes)
     touched = {name for changes in every for name in changes}
     assert touched == {*SAME_SAMPLES, "recompute_share", "micro_batch"} - {"sub_group_size"}  # plans choose their own
     assert {needs(changes) for changes in every} == {0, 1, 2}

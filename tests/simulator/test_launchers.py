@@ -12,7 +12,7 @@ from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.tuner.inputs import options_of
 from ebbtide.tuner.placements.planning import plan
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 from ebbtide.tuner.service.requests import Scenario, workload_of
 from pydantic import ValidationError
 
@@ -95,8 +95,8 @@ def test_the_comparison_says_what_one_thread_costs():
     assert found.alternatives[0].strategy == "stock ZeRO-3 offload, 1 thread a rank, offload_param cpu"
     (told,) = [reason for reason in found.reasons if "OMP_NUM_THREADS" in reason]
     usual = plan(estimated(job.changed(launcher="deepspeed"), on), on)
-    assert f"it takes {told_seconds(usual.alternatives[0].iteration_s)}" in told
-    assert f"of its {told_seconds(found.alternatives[0].iteration_s)}." in told
+    assert f"it takes {seconds_text(usual.alternatives[0].iteration_s)}" in told
+    assert f"of its {seconds_text(found.alternatives[0].iteration_s)}." in told
     assert "OMP_NUM_THREADS=24" in told
     assert found.alternatives[0].iteration_s > 1.5 * usual.alternatives[0].iteration_s
     assert found.prediction.iteration_s == usual.prediction.iteration_s

@@ -395,7 +395,7 @@ def test_a_newer_version_of_flash_attention_computes_scores_faster():
 
 def test_a_long_sequence_without_a_version_of_flash_attention_is_told():
     def told(**given):
-        return " ".join(Job.of_deepspeed(LLAMA, None, **given).told)
+        return " ".join(Job.of_deepspeed(LLAMA, None, **given).estimate_notes)
 
     assert "(flash_version)" in told(sequence=16384)
     assert "(flash_version)" not in told(sequence=16383)
@@ -531,7 +531,7 @@ def test_the_degree_of_tensor_parallelism_may_be_in_both_places():
         config = {"tensor_parallel": {"autotp_size": size}}
         job = Job.of_deepspeed(LLAMA, config, **options)
         assert (estimated(job, preset("h200")).params == plain.params) == (size < 2)
-        assert "tensor_parallel" not in " ".join(job.told)
+        assert "tensor_parallel" not in " ".join(job.estimate_notes)
 
 
 def test_a_machine_without_flops_is_refused():

@@ -183,22 +183,22 @@ def test_no_color_is_obeyed(files):
 
 
 def test_a_bar_appears_once_it_takes_long_and_goes(monkeypatch, capsys):
-    from ebbtide.tuner.progress import told_after
+    from ebbtide.tuner.progress import progress_after
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     for quiet_s, shown in ((1e9, False), (0.0, True)):
-        with told_after(quiet_s) as progress:
+        with progress_after(quiet_s) as progress:
             progress(0.5, "annealing")
         assert ("annealing" in capsys.readouterr().err) == shown
 
 
 def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys):
-    from ebbtide.tuner.progress import told_after
+    from ebbtide.tuner.progress import progress_after
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     begun, start = Event(), Progress.start
     monkeypatch.setattr(Progress, "start", lambda bar: (start(bar), begun.set()))
-    with told_after(0.1) as progress:
+    with progress_after(0.1) as progress:
         progress(0.0, "subgroup sizes")
         assert begun.wait(60), "the progress bar never started"
     assert "subgroup sizes" in capsys.readouterr().err

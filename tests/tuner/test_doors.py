@@ -120,7 +120,7 @@ def test_long_commands_tell_how_far_they_are(config, monkeypatch, command, flags
         heard.append(quiet_s)
         yield lambda share, what: heard.append((share, what))
 
-    monkeypatch.setattr(import_module(f"ebbtide.tuner.commands.{command}"), "told_after", listening)
+    monkeypatch.setattr(import_module(f"ebbtide.tuner.commands.{command}"), "progress_after", listening)
     done = CliRunner().invoke(main, [command, "--machine", "rtx4090", "--model", str(config), *flags])
     assert heard[0] == 2.0, done.output
     shares = [share for share, what in heard[1:] if what]

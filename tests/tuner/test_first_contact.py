@@ -17,7 +17,7 @@ from ebbtide.profiler import measure_machine
 from ebbtide.simulator import Machine, Plan, simulate
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 from tests.runtime.checkpoint.conftest import Bench, some_state
 from tests.tuner.test_cli import run
@@ -144,7 +144,7 @@ def test_a_command_without_an_engine_that_has_the_key_is_told_at_its_end(script,
     ("seconds", "text"), [(4.45, "4.45 s"), (0.9996, "1.00 s"), (0.255, "255 ms"), (0.0023, "2.3 ms"), (170.3, "170 s")]
 )
 def test_times_have_one_form(seconds, text):
-    assert told_seconds(seconds) == text
+    assert seconds_text(seconds) == text
 
 
 @pytest.fixture

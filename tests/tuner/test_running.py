@@ -9,7 +9,7 @@ from ebbtide.simulator.estimates.knobs import needs
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.faster import faster
-from ebbtide.tuner.advice.running import RunningJob, UnknownRunError, hint, told
+from ebbtide.tuner.advice.running import RunningJob, UnknownRunError, hint, log_line
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.service.requests import MODELS
 
@@ -60,13 +60,13 @@ def test_the_hint_of_a_watched_run_is_that_of_its_described_job(job):
     best = hint(run)
     if not known:
         assert best is None
-        assert told(run) == ""
+        assert log_line(run) == ""
         return
     assert best.label == known[-1].label
     assert best.factor == pytest.approx(known[-1].factor, rel=0.03)
     assert best.seconds == pytest.approx(run.expected_s / best.factor)
     assert needs(known[-1].changes) < 2
-    line = told(run)
+    line = log_line(run)
     assert best.label in line
     assert f"{best.factor:.2f} times as fast" in line
     again = run.model_validate_json(run.model_dump_json())
@@ -88,8 +88,8 @@ def test_a_run_that_its_config_does_not_describe_gets_no_hint(changes, why):
     run = run.model_copy(update=changes)
     with pytest.raises(UnknownRunError, match=why):
         hint(run)
-    assert "times as fast" not in told(run)
-    assert why in told(run)
+    assert "times as fast" not in log_line(run)
+    assert why in log_line(run)
 
 
 def test_a_change_that_needs_more_memory_than_was_measured_is_not_named():

@@ -15,7 +15,7 @@ from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.update.pausing import ALLOWANCE
 from ebbtide.tuner.answer.rows import compare
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 from tests.machines import node
 from tests.tuner.test_search import workload
@@ -120,7 +120,7 @@ def test_what_the_fused_kernel_saves_counts_the_wait_for_a_late_update_at_the_ra
     times = times_of((right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s), late_s)
     assert any(found.updated_early)
     assert times.mean_s(0.2) < (1 + ALLOWANCE) * plain.iteration_s
-    saved = told_seconds(times.mean_s(0.2) - found.prediction.iteration_s)
+    saved = seconds_text(times.mean_s(0.2) - found.prediction.iteration_s)
     assert any(reason.startswith(f"the fused host kernel saves {saved}") for reason in found.reasons)
 
 

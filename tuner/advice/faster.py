@@ -13,7 +13,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.flags import config_of, label_of, options_of
 from ebbtide.tuner.advice.tried import Changing, JobOutcome, Tried
 from ebbtide.tuner.placements.decision import QUICK
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 LINES = (0, 1, 2)  # the best change of the DeepSpeed config alone, then with the trainer's arguments, then with kernels
 WORTH = 0.03  # share of the time that a line must save to be told beside the line before
@@ -47,12 +47,12 @@ class Faster:
         """Return the ``tune`` options, or keys of the DeepSpeed config, that make the changes to a job."""
         return options_of(self.changes, job)
 
-    def told(self, job: Job) -> str:
+    def line(self, job: Job) -> str:
         """Return the line for the user: the options, the time, the factor and the memory."""
         memory = (
             f"{size(self.outcome.device_peak_bytes)} of GPU and {size(self.outcome.host_peak_bytes)} of host memory"
         )
-        return f"{self.options(job)}: {told_seconds(self.outcome.iteration_s)} ({self.factor:.2f}x, {memory})"
+        return f"{self.options(job)}: {seconds_text(self.outcome.iteration_s)} ({self.factor:.2f}x, {memory})"
 
     def deepspeed(self, config: Mapping[str, Any] | None, plan: str = "automatic") -> dict[str, Any]:
         """Return the DeepSpeed config that trains with these changes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCH_KEYS, WHOLE_BATCH, ZERO, at
 from ebbtide.simulator.estimates.job import Job
-from ebbtide.simulator.estimates.knobs import KNOBS, Changes, applied, told
+from ebbtide.simulator.estimates.knobs import KNOBS, Changes, applied, changes_text
 from ebbtide.simulator.limits import GIB
 
 _KEYS = {"zero_stage": f"{ZERO}.stage", "sub_group_size": f"{ZERO}.sub_group_size", **BATCH_KEYS}
@@ -14,7 +14,7 @@ _KEYS = {"zero_stage": f"{ZERO}.stage", "sub_group_size": f"{ZERO}.sub_group_siz
 
 def label_of(changes: Changes, *, no_host_limit: bool = False) -> str:
     """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
-    return ", ".join(filter(None, [told(changes), "no limit of host memory" if no_host_limit else ""]))
+    return ", ".join(filter(None, [changes_text(changes), "no limit of host memory" if no_host_limit else ""]))
 
 
 def options_of(changes: Changes, job: Job, *, host_limit: bool = False, no_host_limit: bool = False) -> str:
@@ -27,7 +27,7 @@ def options_of(changes: Changes, job: Job, *, host_limit: bool = False, no_host_
     """
     in_config = config_values(changes, job)
     changed = {
-        name: KNOBS[name].told(value, as_option=True)
+        name: KNOBS[name].text(value, as_option=True)
         for name, value in changes.items()
         if _KEYS.get(name) not in in_config
     }

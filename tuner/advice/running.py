@@ -21,7 +21,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.faster import faster
 from ebbtide.tuner.advice.tried import Changing
 from ebbtide.tuner.placements.decision import QUICK
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 AGREES = 0.1  # relative difference up to which the described job counts as the run that was watched
 SAME_TIME = 0.005  # the same for forward and backward together, whose speed is fitted
@@ -90,8 +90,8 @@ def hint(run: RunningJob) -> Hint | None:
     if not now.fits:
         raise UnknownRunError(f"by its config the run does not fit into this machine's memory: it {now.why_not}")
     if abs(now.iteration_s / run.expected_s - 1) > AGREES:
-        told = f"{told_seconds(now.iteration_s)} per iteration, and the measured steps {told_seconds(run.expected_s)}"
-        raise UnknownRunError(f"the model's config gives {told}")
+        times = f"{seconds_text(now.iteration_s)} per iteration, and the measured steps {seconds_text(run.expected_s)}"
+        raise UnknownRunError(f"the model's config gives {times}")
     more = _more_activations(run, work)
     found = faster(job, machine, now.iteration_s, freedom=freedom, asked=asked, most=ARGUMENTS)
     for one in reversed(found):
@@ -133,11 +133,11 @@ def _more_activations(run: RunningJob, work: Workload) -> float:
 
 def unknown(error: UnknownRunError) -> str:
     """Return the line of the log about a run whose changes cannot be estimated."""
-    told = f"no setting can be named with which the same samples train faster: {error}"
-    return f"{told}. `tune plan --model` may know one"
+    why = f"no setting can be named with which the same samples train faster: {error}"
+    return f"{why}. `tune plan --model` may know one"
 
 
-def told(run: RunningJob) -> str:
+def log_line(run: RunningJob) -> str:
     """Return the line of the log about a run's fastest change. Empty if nothing is clearly faster."""
     try:
         best = hint(run)
@@ -146,12 +146,12 @@ def told(run: RunningJob) -> str:
     if best is None:
         return ""
     return (
-        f"the same samples would train {best.factor:.2f} times as fast with {best.label}: {told_seconds(best.seconds)} "
-        f"per iteration expected instead of {told_seconds(run.expected_s)}. Nothing is changed"
+        f"the same samples would train {best.factor:.2f} times as fast with {best.label}: {seconds_text(best.seconds)} "
+        f"per iteration expected instead of {seconds_text(run.expected_s)}. Nothing is changed"
     )
 
 
 def main() -> None:
     """Print the line about the run whose JSON is on stdin. Training goes on at the same time and has priority."""
     os.nice(19)
-    sys.stdout.write(told(RunningJob.model_validate_json(sys.stdin.read())))
+    sys.stdout.write(log_line(RunningJob.model_validate_json(sys.stdin.read())))

@@ -15,7 +15,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import stock_beside
-from ebbtide.tuner.quantities import told_least, told_seconds
+from ebbtide.tuner.quantities import least_text, seconds_text
 
 SHOWN_GAP = 5e-4  # relative difference that does not show in numbers with one decimal
 
@@ -42,7 +42,7 @@ def reasons(sweep: PlanSweep, plan: Plan, floor: Bound, stock: Workload) -> list
         without_s = expected(sweep.workload, machine, less, some.result, fused=fused).iteration_s
         saved_s = without_s - chosen_s
         if saved_s > 1e-3 * chosen_s:
-            lines.append(f"{name} saves {told_seconds(saved_s)} ({saved_s / without_s:.0%})")
+            lines.append(f"{name} saves {seconds_text(saved_s)} ({saved_s / without_s:.0%})")
     lines += _what_threads_cost(stock, machine, plan)
     if machine.unified_memory:
         lines.append("GPU and host share one memory, so moving state saves nothing")
@@ -65,8 +65,8 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
         return []
     return [
         f"DeepSpeed alone updates with {count} thread{'s' * (count > 1)} per rank (OMP_NUM_THREADS, "
-        f"which the launcher sets), which costs {told_seconds(few_s - all_s)} of its {told_seconds(few_s)}. With "
-        f"OMP_NUM_THREADS={share} set before the launcher starts, it takes {told_seconds(all_s)}"
+        f"which the launcher sets), which costs {seconds_text(few_s - all_s)} of its {seconds_text(few_s)}. With "
+        f"OMP_NUM_THREADS={share} set before the launcher starts, it takes {seconds_text(all_s)}"
     ]
 
 
@@ -74,7 +74,7 @@ def _limited_by(floor: Bound, chosen_s: float) -> str:
     *some, last = dict.fromkeys(name.removesuffix(" (update)") for name in floor.binding or ("forward compute",))
     resources = " and ".join(filter(None, [", ".join(some), last]))
     gap = chosen_s / floor.iteration_s - 1
-    least = told_least(floor.iteration_s)
+    least = least_text(floor.iteration_s)
     return (
         f"limited by {resources}: no plan within these memory limits can take less than {least}, "
         f"and this one is within {max(1, math.ceil(1000 * gap)) / 1000:.1%} of that"
@@ -112,4 +112,4 @@ def shadow_prices(workload: Workload, machine: Machine, plan: Plan) -> list[str]
 
 def _line(what: str, saved_s: float, base_s: float) -> str:
     saved_s = max(0.0, saved_s)
-    return f"{what} would save about {told_seconds(saved_s)} ({saved_s / base_s:.1%})"
+    return f"{what} would save about {seconds_text(saved_s)} ({saved_s / base_s:.1%})"

@@ -11,7 +11,7 @@ from ebbtide.simulator.machine import RATES
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.schedule import KINDS, Memory
 from ebbtide.tuner.answer.verdict import BY_KIND, headline, role_of
-from ebbtide.tuner.quantities import told_least, told_seconds
+from ebbtide.tuner.quantities import least_text, seconds_text
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -124,8 +124,10 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(plan.about, style="bold", markup=False, highlight=False, soft_wrap=True)
     console.print(headline(plan), style="bold")
     if plan.prediction is not None and plan.prediction.tokens_per_s:
-        told = plan.prediction
-        console.print(f"this plan: {told_seconds(told.iteration_s)} per iteration, {told.tokens_per_s:,.0f} tokens/s")
+        prediction = plan.prediction
+        console.print(
+            f"this plan: {seconds_text(prediction.iteration_s)} per iteration, {prediction.tokens_per_s:,.0f} tokens/s"
+        )
     console.print(placed_in_words(plan))
     if plan.trained_as is not None:
         console.print(f"the plan assumes {plan.trained_as.in_words}", markup=False)
@@ -135,11 +137,11 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(strategies([plan.prediction, *plan.alternatives]))
         if plan.prediction.memory:
             console.print(memory(plan))
-        low, high = map(told_seconds, (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s))
+        low, high = map(seconds_text, (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s))
         console.print(f"nine runs in ten are expected between {low} and {high}")
         bound = plan.prediction.lower_bound_s
         if bound:
-            console.print(f"no plan within these memory limits can take less than {told_least(bound)} per iteration")
+            console.print(f"no plan within these memory limits can take less than {least_text(bound)} per iteration")
     for reason in plan.reasons:
         console.print(f"- {reason}")
 
@@ -183,8 +185,8 @@ def memory(plan: Plan) -> Table:
     """
     assert plan.prediction is not None
     others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
-    told = {"plan": plan.prediction, **others}
-    columns = [(m, role) for m in MEMORIES for role in BY_KIND if role in told and told[role].memory.get(m)]
+    by_role = {"plan": plan.prediction, **others}
+    columns = [(m, role) for m in MEMORIES for role in BY_KIND if role in by_role and by_role[role].memory.get(m)]
     table = Table(title="peak memory, GiB per rank", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("")
     for m, role in columns:
@@ -194,11 +196,11 @@ def memory(plan: Plan) -> Table:
         table.add_row(name, *("" if n is None else f"{n / GIB:.2f}" for n in sizes))
 
     for kind in KINDS:
-        sizes = [told[role].memory[m].get(kind) for m, role in columns]
+        sizes = [by_role[role].memory[m].get(kind) for m, role in columns]
         if any(sizes):
             row(kind, sizes)
     table.add_section()
-    row("total", (sum(told[role].memory[m].values()) for m, role in columns))
+    row("total", (sum(by_role[role].memory[m].values()) for m, role in columns))
     row("limit", (plan.prediction.limits.get(m) for m, _ in columns))
     return table
 

@@ -326,7 +326,7 @@ class Row:
             "role": self.role,
             "label": self.label,
             "strategy": self.simulated.strategy,
-            "setting": self.simulated.told() if self.role == "peer" else "",
+            "setting": self.simulated.setting_text() if self.role == "peer" else "",
             "fits": self.simulated.fits,
             "reason": self.simulated.lacks,
             **figures(self.result, tokens),
@@ -382,7 +382,7 @@ def compare(
         return simulated(name, workload, machine, limits, setting, compile_)
 
     def row(role: Role, one: StrategyResult) -> Row:
-        return Row(role, ", ".join(filter(None, [_LABELS[one.strategy], one.told()])), one, limits)
+        return Row(role, ", ".join(filter(None, [_LABELS[one.strategy], one.setting_text()])), one, limits)
 
     alone = StockTraining(workload, machine, limits, compile_)
     stock, best = alone.given, alone.best

@@ -13,7 +13,7 @@ from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 
 def about(workload: Workload, machine: Machine) -> str:
@@ -124,17 +124,17 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         gain = f", and is {_over(runs, settings, plain)}" if runs else ""
         return Verdict("no offload", f"Do not offload: it fits{gain}.")
     gains = ", ".join(filter(None, [_over(runs, settings, plan) if runs else "", distance(plan)]))
-    gains = gains or f"{told_seconds(plan.iteration_s)} per iteration"
+    gains = gains or f"{seconds_text(plan.iteration_s)} per iteration"
     if plain is not None and plain.fits and _no_slower(plain, plan):
         gain = _gain(plain, plan)
         return Verdict(
-            "no offload", f"Do not offload: it fits ({told_seconds(plain.iteration_s)} per step), and {gain}."
+            "no offload", f"Do not offload: it fits ({seconds_text(plain.iteration_s)} per step), and {gain}."
         )
     beside = _plain_beside(plain, plan)
     if stock is None or runs:
         return Verdict("offload", f"Offload with this plan: {gains}{beside}.")
     near = f", {distance(plan)}" if distance(plan) else ""
-    fits = f"Fits with ebbtide ({told_seconds(plan.iteration_s)} per step{near})"
+    fits = f"Fits with ebbtide ({seconds_text(plan.iteration_s)} per step{near})"
     lacking = f"Stock DeepSpeed does not fit: it {stock.note}"
     if settings:
         fastest = min(settings, key=lambda p: p.iteration_s)
@@ -146,12 +146,12 @@ def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) ->
     # If other settings of DeepSpeed are faster, the text also has the speedup over the fastest of them.
     fastest = min([stock, *settings], key=lambda p: p.iteration_s)
     beside = fastest.iteration_s < stock.iteration_s and not _same_way(fastest, one)
-    told = f", {_gains(fastest, one)} {_named(fastest)}" if beside else ""
-    return f"{_gains(stock, one)} stock DeepSpeed{told}"
+    gains = f", {_gains(fastest, one)} {_named(fastest)}" if beside else ""
+    return f"{_gains(stock, one)} stock DeepSpeed{gains}"
 
 
 def _named(setting: Prediction) -> str:
-    seconds = told_seconds(setting.iteration_s)
+    seconds = seconds_text(setting.iteration_s)
     if not setting.strategy.startswith(BEST):
         return f"DeepSpeed alone with {setting.strategy.removeprefix(SETTING)} ({seconds})"
     return f"{setting.strategy.removesuffix(')')}: {seconds})"
@@ -191,9 +191,9 @@ def _gain(plain: Prediction, plan: Prediction) -> str:
 
 def _times(longer: Prediction, shorter: Prediction) -> str:
     ratio = longer.iteration_s / shorter.iteration_s
-    told = f"{ratio:.1f}x" if not 0.95 < ratio < 1.1 else f"{ratio:.2f}x"
+    factor = f"{ratio:.1f}x" if not 0.95 < ratio < 1.1 else f"{ratio:.2f}x"
     low, high = longer.over_plan_low, longer.over_plan_high
-    return f"{told} ({low:.2g}x to {high:.2g}x)" if low and shorter.lower_bound_s else told
+    return f"{factor} ({low:.2g}x to {high:.2g}x)" if low and shorter.lower_bound_s else factor
 
 
 def _gains(longer: Prediction, shorter: Prediction) -> str:

@@ -111,12 +111,12 @@ def turned(
     return machine.model_copy(update=update)
 
 
-def _scaled(quantity: Quantity, turn: float, told: tuple[float, str] | None, limit: float) -> Quantity:
+def _scaled(quantity: Quantity, turn: float, spread: tuple[float, str] | None, limit: float) -> Quantity:
     turn = min(turn, max(0.0, math.log(limit / quantity.median)))
     scaled = quantity.scaled(math.exp(turn))
-    if told is None:
+    if spread is None:
         return scaled
-    sigma, detail = told
+    sigma, detail = spread
     half = math.exp(QUARTILE * sigma)
     return Quantity(
         median=scaled.median,
@@ -128,10 +128,10 @@ def _scaled(quantity: Quantity, turn: float, told: tuple[float, str] | None, lim
 
 
 def _shares(
-    shares: Mapping[int, Mapping[str, Quantity]], ranks: int, turn: float, told: tuple[float, str] | None
+    shares: Mapping[int, Mapping[str, Quantity]], ranks: int, turn: float, spread: tuple[float, str] | None
 ) -> dict[int, dict[str, Quantity]]:
     share = shares[ranks]["dram"]
-    scaled = _scaled(share, turn, told, 1.0 / ranks)
+    scaled = _scaled(share, turn, spread, 1.0 / ranks)
     return {**{n: dict(parts) for n, parts in shares.items()}, ranks: {**shares[ranks], "dram": scaled}}
 
 

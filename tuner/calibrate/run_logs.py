@@ -352,7 +352,7 @@ def _from_log(name: str, text: str, described: FactsFromFlags) -> Observation:
             f"bwd: ... | step: ...' (wall_clock_breakdown in DeepSpeed's config), but {name} holds "
             f"{log.iterations}"
         )
-    described, told = _started_as(name, log, described)
+    described, start_notes = _started_as(name, log, described)
     measured = {phase: statistics.median(seconds) for phase, seconds in log.phases_s.items()}
     whole_s, notes = _whole_of(name, log, measured)
     if whole_s is not None:
@@ -360,7 +360,7 @@ def _from_log(name: str, text: str, described: FactsFromFlags) -> Observation:
     samples = described.samples()
     if log.samples_per_s and samples:
         notes += batch_notes(name, samples, statistics.median(log.samples_per_s), measured)
-    notes += told + level_notes(name, log) + loop_notes(name, measured)
+    notes += start_notes + level_notes(name, log) + loop_notes(name, measured)
     return Observation(name, described.build, measured, tuple(notes))
 
 

@@ -79,8 +79,8 @@ def calibrate(
     with written("--output", out):
         calibrated.machine.save(out)
     if as_json:
-        told = asdict(calibrated) | {"machine": out, "warnings": notes}
-        click.echo(json.dumps(told, indent=2))
+        record = asdict(calibrated) | {"machine": out, "warnings": notes}
+        click.echo(json.dumps(record, indent=2))
         return
     _show(calibrated, len(seen), out)
     for warning in (*notes, *calibrated.contradictions):
@@ -123,8 +123,8 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
             "no speed was corrected: the predictions are close to the runs, or no likely correction brings them closer"
         )
     before, left = _miss(calibrated.before_pct), _miss(calibrated.left_pct)
-    told = f"{runs} run{'s' * (runs > 1)}"
-    click.echo(f"{told}: the mean error of the predicted phase times was {before} and is now {left}. Wrote {out}")
+    counted = f"{runs} run{'s' * (runs > 1)}"
+    click.echo(f"{counted}: the mean error of the predicted phase times was {before} and is now {left}. Wrote {out}")
 
 
 def _miss(percent: float) -> str:

@@ -43,8 +43,8 @@ HOST_MEMORY = click.option(
 
 def margin_option(default: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return the option ``--memory-margin`` of a ``tune`` command."""
-    told = "Share of GPU and host memory to leave free, e.g. 5%."
-    return click.option("--memory-margin", type=SHARE, help=f"{told} {default}".strip())
+    text = "Share of GPU and host memory to leave free, e.g. 5%."
+    return click.option("--memory-margin", type=SHARE, help=f"{text} {default}".strip())
 
 
 def needs(needed: str, present: bool, *names: str) -> None:

@@ -34,7 +34,7 @@ from ebbtide.tuner.inputs import (
     workload_options,
 )
 from ebbtide.tuner.lazy_group import Command
-from ebbtide.tuner.progress import told_after
+from ebbtide.tuner.progress import progress_after
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -181,10 +181,13 @@ def plan(
             _write_alone(one, emit_deepspeed, trained, notes, as_json=as_json)
             return
     result = _searched(work, measured, failures, options, notes)
-    told = (*notes, *(() if faster is not None else _told(_faster(work, measured, result, options), work.job)))
+    all_notes = (
+        *notes,
+        *(() if faster is not None else _faster_lines(_faster(work, measured, result, options), work.job)),
+    )
     if why:
-        told += (*shadow_prices(work, with_storage(work, measured, options["storage"])[1], result),)
-    result = result.model_copy(update={"reasons": (*result.reasons, *told)})
+        all_notes += (*shadow_prices(work, with_storage(work, measured, options["storage"])[1], result),)
+    result = result.model_copy(update={"reasons": (*result.reasons, *all_notes)})
     with written("--output", output):
         result.save(output)
     _emit(emit_deepspeed, result, output, trained)
@@ -210,7 +213,7 @@ def _searched(
     from ebbtide.tuner.placements.planning import plan as search
 
     try:
-        with told_after(2.0) as progress:
+        with progress_after(2.0) as progress:
             return search(work, machine, progress=progress, **failures, **options)
     except ImpossibleError as error:
         tell_notes((*work.notes, *notes))  # which the plan would tell
@@ -228,10 +231,10 @@ def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str,
     return faster(work.job, machine, min([found.prediction.iteration_s, *plain]), **asked_of(options))
 
 
-def _told(lines: Sequence[Faster], job: Job | None) -> list[str]:
+def _faster_lines(lines: Sequence[Faster], job: Job | None) -> list[str]:
     from ebbtide.simulator.plan import FASTER
 
-    return [f"{FASTER} (--faster {number}): {one.told(job)}" for number, one in enumerate(lines, 1) if job]
+    return [f"{FASTER} (--faster {number}): {one.line(job)}" for number, one in enumerate(lines, 1) if job]
 
 
 def _of_line(
@@ -266,9 +269,9 @@ def _write_alone(one: Faster, path: str | None, trained: Trained, notes: Sequenc
     with written("--emit-deepspeed", path):
         write_config(config, path)
     if as_json:
-        told: dict[str, Any] = {"label": one.label, "iteration_s": one.outcome.iteration_s, "deepspeed": config}
-        told["notes"] = [*one.workload.notes, *notes]
-        click.echo(json.dumps(told, indent=2))
+        record: dict[str, Any] = {"label": one.label, "iteration_s": one.outcome.iteration_s, "deepspeed": config}
+        record["notes"] = [*one.workload.notes, *notes]
+        click.echo(json.dumps(record, indent=2))
         return
     tell_notes((*one.workload.notes, *notes))
     click.echo(f"{one.label}: {one.outcome.iteration_s:.3g} s per step without a plan. Config written to {path}")
@@ -290,13 +293,13 @@ def _with_ways_out(
         for way in ways
     ]
     elsewhere = "" if ways else another_gpu(work.job, machine, asked["freedom"], **asked["asked"])
-    told = "These fit, the cheapest first:" if ways else elsewhere or error.advice
+    heading = "These fit, the cheapest first:" if ways else elsewhere or error.advice
     listed = [
         {"flags": flags(way, work.job), "iteration_s": way.iteration_s, "tokens_per_s": way.tokens_per_s}
         for way in ways
     ]
     rule = f"{error.fact}. {elsewhere or error.advice}" if not ways else f"{error.fact}."
-    text = "\n".join([f"{error.fact}. {told}", *lines, f"{ANOTHER_WAY}."])
+    text = "\n".join([f"{error.fact}. {heading}", *lines, f"{ANOTHER_WAY}."])
     return BadInputError(text, rule=rule, ways=listed, another_way=ANOTHER_WAY)
 
 

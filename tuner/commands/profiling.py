@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from ebbtide.tuner.answer.report import show_machine, show_workload, wide_console
 from ebbtide.tuner.files import written
-from ebbtide.tuner.progress import told_after
+from ebbtide.tuner.progress import progress_after
 from pydantic import BaseModel
 from rich.console import Console
 
@@ -32,7 +32,7 @@ def machine_profile(
     stages = []
 
     # DeepSpeed logs to standard output while it is imported, but standard output is for the result only.
-    with told_after(0.0) as tell, redirect_stdout(sys.stderr):
+    with progress_after(0.0) as tell, redirect_stdout(sys.stderr):
 
         def progress(done: int, total: int, stage: str) -> None:
             stages.append(stage)
@@ -71,7 +71,7 @@ def script_profile(
         script, arguments, launcher, ranks=ranks, iterations=iterations, go_on=go_on, shown=go_on and not as_json
     )
     try:
-        with told_after(0.0) as tell:
+        with progress_after(0.0) as tell:
             workload = profile_script(
                 run, Path(output), lambda done, total: tell(done / total, f"optimizer steps {done}/{total}")
             )

@@ -36,7 +36,7 @@ from ebbtide.tuner.inputs import (
     tell_notes,
 )
 from ebbtide.tuner.lazy_group import Command
-from ebbtide.tuner.progress import told_after
+from ebbtide.tuner.progress import progress_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -176,7 +176,7 @@ def search(
     on, limits, notes = read_asked(machine, asked)
     question = _question(on, limits, asked)
     space = _space(question, asked, free, global_batch, passed)
-    with told_after(2.0) as tell:
+    with progress_after(2.0) as tell:
         answer = explore(
             question,
             space,
@@ -238,8 +238,8 @@ def _emit(path: str | None, question: SearchQuestion, answer: SearchAnswer, comm
     plan_file = Path(path).resolve().with_suffix(".plan.json")
     with written("--emit-deepspeed", path):
         write_config(config_of(question, answer.best, plan_file, command), path)
-    told = f" and its plan to {plan_file}" if answer.best.plan is not None else ""
-    click.echo(f"DeepSpeed config of {answer.best.configuration.text()} written to {path}{told}", err=True)
+    and_plan = f" and its plan to {plan_file}" if answer.best.plan is not None else ""
+    click.echo(f"DeepSpeed config of {answer.best.configuration.text()} written to {path}{and_plan}", err=True)
 
 
 def _passed(measure: int | None, command: tuple[str, ...]) -> set[str] | None:
@@ -301,8 +301,8 @@ def _space(
         )
     if held:
         kept = usual.changed(**fixed.values)
-        told = ", ".join(f"{knob} {getattr(kept, knob)} ({{{knob}}})" for knob in held)
-        click.echo(f"note: not varied, because the command has no place for them: {told}", err=True)
+        settings = ", ".join(f"{knob} {getattr(kept, knob)} ({{{knob}}})" for knob in held)
+        click.echo(f"note: not varied, because the command has no place for them: {settings}", err=True)
     varied = tuple(knob for knob in named if knob not in held)
     space = Space.of(usual.changed(**fixed.values), varied, fixed.global_batch, fixed=fixed.values)
     if passed is None or "offload" not in space.choices:

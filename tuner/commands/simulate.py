@@ -25,7 +25,7 @@ from ebbtide.tuner.inputs import (
     workload_options,
 )
 from ebbtide.tuner.lazy_group import Command
-from ebbtide.tuner.progress import told_after
+from ebbtide.tuner.progress import progress_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -93,12 +93,12 @@ def simulate(
     check_distinct("--plot", plot)
     check_distinct("--trace", trace)
     card = take_card(source)
-    measured, memory, told = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
+    measured, memory, memory_notes = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
     trained = read_trained(measured, **source)
     work, name, options = _stock(strategy, trained) if plan_file is None else _planned(plan_file, trained)
     asked = {**memory, "margin": memory_margin}
     limits = _limits(work, measured, options.get("plan"), asked)
-    about_job, notes = about(work, measured), (*told, *work.notes)
+    about_job, notes = about(work, measured), (*memory_notes, *work.notes)
     timeline, figures = _simulated(work, measured, name, options, limits)
     _draw(timeline, trace, plot)
     missing = limits.shortfall(timeline)
@@ -108,7 +108,7 @@ def simulate(
     else:
         tell_notes(notes)
         click.echo(about_job)
-        for key, value in _told(figures, limits, missing):
+        for key, value in _printed(figures, limits, missing):
             click.echo(f"{key:12} {value}")
     if missing:
         sys.exit(1)
@@ -133,13 +133,13 @@ def _simulated(
     def build(of: Workload) -> Schedule:
         return build_strategy(name, of, **options)
 
-    with told_after(2.0) as progress:
+    with progress_after(2.0) as progress:
         progress(0.0, "simulating one iteration")
         timeline = run(build(work), machine)
         progress(0.4, "what the rates' spread makes of it")
         if "plan" in options:
-            told = predict(work, machine, options["plan"], limits)
-            seconds = told.model_dump(include={*_SECONDS, *(_EARLY if told.clip_rate is not None else ())})
+            prediction = predict(work, machine, options["plan"], limits)
+            seconds = prediction.model_dump(include={*_SECONDS, *(_EARLY if prediction.clip_rate is not None else ())})
         else:
             low_s, high_s = workload_interval_s(build, work, machine)
             seconds = dict(zip(_SECONDS, (timeline.iteration_s, low_s, high_s), strict=True))
@@ -148,20 +148,20 @@ def _simulated(
     return timeline, {"strategy": timeline.strategy, **seconds, "tokens_per_s": tokens, **timeline.phases(), **peaks}
 
 
-def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
+def _printed(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
     from ebbtide.simulator.limits import size
-    from ebbtide.tuner.quantities import told_seconds
+    from ebbtide.tuner.quantities import seconds_text
 
-    low, high = told_seconds(figures["iteration_low_s"]), told_seconds(figures["iteration_high_s"])
+    low, high = seconds_text(figures["iteration_low_s"]), seconds_text(figures["iteration_high_s"])
     yield "strategy", figures["strategy"]
-    yield "iteration", f"{told_seconds(figures['iteration_s'])} (nine runs in ten: {low} to {high})"
+    yield "iteration", f"{seconds_text(figures['iteration_s'])} (nine runs in ten: {low} to {high})"
     if figures["tokens_per_s"]:
         yield "tokens/s", f"{figures['tokens_per_s']:,.0f}"
     if "clip_rate" in figures:
-        yield ("", f"{told_seconds(figures['unclipped_s'])} if no step clips ({figures['clip_rate']:.0%} of steps do)")
+        yield ("", f"{seconds_text(figures['unclipped_s'])} if no step clips ({figures['clip_rate']:.0%} of steps do)")
     for phase in ("forward", "backward", "step", "update", "loop"):
         if seconds := figures.get(f"{phase}_s"):
-            yield phase, told_seconds(seconds)
+            yield phase, seconds_text(seconds)
     usable = "for both memories, which are one" if limits.unified else "usable"
     if not limits.unified:
         yield "GPU memory", f"{size(figures['device_peak_bytes'])} of {size(limits.device_bytes)} {usable}"

@@ -131,24 +131,24 @@ class SearchAnswer:
         if not self.measured or not self.fastest_measured:
             return ["nothing was measured: every configuration failed"] if self.measured else []
         first, *others = self.fastest_measured
-        told = [
+        lines = [
             f"fastest measured: {first.outcome.configuration.text()}: {first.tokens_per_s:,.0f} tokens/s, "
             f"{first.ratio:.2f} times the predicted time"
         ]
         alike = [one for one in others if one.quickest_speed >= first.slowest_speed]
         if alike:
-            told.append(
+            lines.append(
                 f"the variation of its steps is larger than its lead over {alike[0].outcome.configuration.text()}"
             )
         o = first.outcome
         assumed = o.tokens_per_s * o.iteration_s / o.configuration.global_batch
         real = first.tokens_per_sample
         if real is not None and abs(real - assumed) > NEAR * assumed:
-            told.append(
+            lines.append(
                 f"the script's samples have {real:.0f} tokens, but the search assumed {assumed:.0f} (--sequence), so "
                 "predictions are of other work, and the tokens/s count samples of the assumed length"
             )
-        return told
+        return lines
 
     def _offloading(self, best: ConfigurationOutcome) -> list[str]:
         if "offload" not in self.space.free:

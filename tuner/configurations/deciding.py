@@ -106,7 +106,7 @@ def measure_best(
     command: Sequence[str],
     most: int,
     limit_s: float = LIMIT_S,
-    told: Callable[[str], object] = lambda _: None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> SearchAnswer:
     """Run a training command in the fastest configurations of a search, in turn, and return the answer with what was
     measured.
@@ -137,9 +137,9 @@ def measure_best(
                 continue
         if outcome is None:
             break
-        told(f"measuring {outcome.configuration.text()}: predicted {outcome.iteration_s:.3g} s a step")
+        say(f"measuring {outcome.configuration.text()}: predicted {outcome.iteration_s:.3g} s a step")
         one = record.measured(outcome, key, partial(measure, question, outcome, command, limit_s))
-        told(f"  {one.told}")
+        say(f"  {one.sentence}")
         made.append(one)
     return replace(answer, measured=tuple(made))
 

@@ -77,7 +77,7 @@ class Measurement:
         return self.measured_s / self.outcome.iteration_s
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """Return what was measured as one line of text."""
         again = "measured in an earlier search: " if self.held else ""
         if self.why_not:

@@ -56,10 +56,10 @@ def _measured(answer: SearchAnswer) -> Table:
     for column in ("configuration", "predicted", "measured", "ratio", "tokens/s", "GPU"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for one in (*answer.fastest_measured, *(m for m in answer.measured if not m.seconds)):
-        told = [f"{one.measured_s * 1e3:.0f} ms", f"{one.ratio:.2f}", f"{one.tokens_per_s:,.0f}"]
+        figures = [f"{one.measured_s * 1e3:.0f} ms", f"{one.ratio:.2f}", f"{one.tokens_per_s:,.0f}"]
         peak = size(one.device_peak_bytes) if one.device_peak_bytes else ""
         why = f"\n{one.why_not}" if one.why_not else ""
-        cells = ["", "", "", ""] if why else [*told, peak]
+        cells = ["", "", "", ""] if why else [*figures, peak]
         table.add_row(escape(one.outcome.configuration.text() + why), f"{one.outcome.iteration_s * 1e3:.0f} ms", *cells)
     return table
 

@@ -46,11 +46,11 @@ class Trials:
         self.held = dict[Configuration, ConfigurationOutcome]()
         self._measured = dict[str, Mapping[str, Any]]()
         for trial in self.study.get_trials(deepcopy=False) if storage is not None else ():
-            told = trial.user_attrs
-            if "measured" in told:
-                self._measured[told["measured"]] = told
-            elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "asked" in told:
-                self.held[Configuration(**json.loads(told["asked"]))] = self._outcome(told)
+            attributes = trial.user_attrs
+            if "measured" in attributes:
+                self._measured[attributes["measured"]] = attributes
+            elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "asked" in attributes:
+                self.held[Configuration(**json.loads(attributes["asked"]))] = self._outcome(attributes)
 
     def evaluated(
         self, c: Configuration, bound: float, ask: Callable[[], ConfigurationOutcome]
@@ -60,7 +60,7 @@ class Trials:
         Args:
             bound: Tokens per second that no plan can exceed.
         """
-        trial, outcome = self._told(c, ask)
+        trial, outcome = self._asked_trial(c, ask)
         for name, value in self._attributes(c, bound, outcome).items():
             trial.set_user_attr(name, value)
         if outcome.fits:
@@ -94,10 +94,10 @@ class Trials:
         """
         c = outcome.configuration
         mark = json.dumps({**key, **asdict(c)}, sort_keys=True)
-        if (told := self._measured.get(mark)) and (told["seconds"] or told["lacks"]):
-            return Measurement(outcome, **{name: told[name] for name in _OF_MEASUREMENT}, held=True)
-        trial, made = self._told(c, ask)
-        told = {
+        if (attributes := self._measured.get(mark)) and (attributes["seconds"] or attributes["lacks"]):
+            return Measurement(outcome, **{name: attributes[name] for name in _OF_MEASUREMENT}, held=True)
+        trial, made = self._asked_trial(c, ask)
+        attributes = {
             "measured": mark,
             "source": "measured",
             "configuration": c.text(),
@@ -105,7 +105,7 @@ class Trials:
             **({"measured_s": made.measured_s, "ratio": made.ratio} if made.seconds else {}),
             **{name: getattr(made, name) for name in _OF_MEASUREMENT},
         }
-        for name, value in told.items():
+        for name, value in attributes.items():
             trial.set_user_attr(name, value)
         if made.seconds:
             self.study.tell(trial, [made.tokens_per_s, made.device_peak_bytes or outcome.device_peak_bytes])
@@ -113,7 +113,7 @@ class Trials:
             self.study.tell(trial, state=TrialState.FAIL)
         return made
 
-    def _told(self, c: Configuration, ask: Callable[[], _Found]) -> tuple[optuna.Trial, _Found]:
+    def _asked_trial(self, c: Configuration, ask: Callable[[], _Found]) -> tuple[optuna.Trial, _Found]:
         trial = self._asked(c)
         try:
             return trial, ask()
@@ -150,14 +150,16 @@ class Trials:
             **({"deepspeed": json.dumps(outcome.deepspeed)} if outcome.fits else {}),
         }
 
-    def _outcome(self, told: Mapping[str, Any]) -> ConfigurationOutcome:
-        c = Configuration(**json.loads(told["found"]))
+    def _outcome(self, attributes: Mapping[str, Any]) -> ConfigurationOutcome:
+        c = Configuration(**json.loads(attributes["found"]))
         return ConfigurationOutcome(
-            **{name: told[name] for name in _OF_OUTCOME if name in told},
-            plan=Plan.model_validate_json(told["plan"]) if "plan" in told else None,
+            **{name: attributes[name] for name in _OF_OUTCOME if name in attributes},
+            plan=Plan.model_validate_json(attributes["plan"]) if "plan" in attributes else None,
             configuration=c,
-            deepspeed=json.loads(told["deepspeed"]) if "deepspeed" in told else self._question.of(c).deepspeed(),
-            quick="quick" in told["source"],
+            deepspeed=json.loads(attributes["deepspeed"])
+            if "deepspeed" in attributes
+            else self._question.of(c).deepspeed(),
+            quick="quick" in attributes["source"],
         )
 
 

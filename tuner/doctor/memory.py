@@ -22,8 +22,8 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
         return ok("host memory", f"{free} (--plan compares it with a plan)")
     from ebbtide.runtime.zero.host_memory import needed_bytes
 
-    told = plan.prediction
-    needed = (told.host_peak_bytes if told else needed_bytes(plan, gradient_bytes=2)) * ranks
+    prediction = plan.prediction
+    needed = (prediction.host_peak_bytes if prediction else needed_bytes(plan, gradient_bytes=2)) * ranks
     detail = f"{free}, the plan needs {needed / GIB:.1f} GiB for {ranks} rank(s)"
     if needed > free_bytes:
         return bad(

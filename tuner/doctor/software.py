@@ -113,7 +113,7 @@ def build_locks() -> list[Finding]:
     stale = [lock for lock in builds.locks(root) if builds.is_stale(lock)]
     if not stale:
         return [ok("build locks", f"none is left over in {root}")]
-    return [bad("build locks", builds.told(lock), f"rm {lock}") for lock in stale]
+    return [bad("build locks", builds.lock_text(lock), f"rm {lock}") for lock in stale]
 
 
 def kernel() -> list[Finding]:

@@ -50,15 +50,15 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
     except ConfigError as error:
         return [bad(NAME, f"refused: {error}", "change that key, or train without a plan")]
     hints = [key for key in _HINTS if at(config, key) is not None]
-    told = [ok(NAME, f"trains under a plan, {_whose_bits(config)}")]
-    told += [ok(NAME, sentence) for sentence in replaced_by_a_plan(config).values()]
+    findings = [ok(NAME, f"trains under a plan, {_whose_bits(config)}")]
+    findings += [ok(NAME, sentence) for sentence in replaced_by_a_plan(config).values()]
     if at(config, f"{ZERO}.offload_param.device") == "nvme":
-        told.append(ok(NAME, _SWAPPED))
+        findings.append(ok(NAME, _SWAPPED))
     if hints:
-        told.append(ok(NAME, f"ignored, because the plan sets its own values: {', '.join(hints)}"))
+        findings.append(ok(NAME, f"ignored, because the plan sets its own values: {', '.join(hints)}"))
     if at(config, "zero_optimization.overlap_comm") is False:
-        told.append(slow(NAME, _ON_ONE_STREAM, "leave overlap_comm out, or make it true"))
-    return told
+        findings.append(slow(NAME, _ON_ONE_STREAM, "leave overlap_comm out, or make it true"))
+    return findings
 
 
 def _whose_bits(config: Mapping[str, Any]) -> str:

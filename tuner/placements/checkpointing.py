@@ -24,7 +24,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.quantities import LONGEST_S, told_seconds
+from ebbtide.tuner.quantities import LONGEST_S, seconds_text
 
 LEAST_BUDGET_BYTES = 256 * 2**20
 BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a checkpoint's size
@@ -186,17 +186,17 @@ def saved(plan: Plan, choice: Choice, limits: Limits) -> Plan:
     checkpoints, and the host memory that they reserve.
     """
     assert plan.prediction is not None
-    told, reserved = plan.prediction, choice.cost.reserved_bytes
-    memory = {**told.memory}
+    predicted, reserved = plan.prediction, choice.cost.reserved_bytes
+    memory = {**predicted.memory}
     if host := memory.get("host"):
         memory["host"] = {**host, "staging": host.get("staging", 0) + reserved}
     changes = {
         "stall_s": choice.cost.stall_s,
-        "host_peak_bytes": told.host_peak_bytes + reserved,
+        "host_peak_bytes": predicted.host_peak_bytes + reserved,
         "memory": memory,
         "limits": limits.by_memory,
     }
-    prediction = Prediction.model_validate({**told.model_dump(), **changes})
+    prediction = Prediction.model_validate({**predicted.model_dump(), **changes})
     return plan.model_copy(update={"checkpoint": choice.saving, "prediction": prediction})
 
 
@@ -211,7 +211,7 @@ def _reasons(choice: Choice, iteration_s: float, failures: Failures) -> Iterator
     speed = "written at full speed" if cap is None else f"written at no more than {cap / 1e9:.2f} GB/s"
     yield (
         f"a checkpoint every {saving.interval_steps} steps, {speed}: training stalls for "
-        f"{told_seconds(cost.stall_s)}, and iterations are {cost.slowdown:.1%} slower until the checkpoint is "
+        f"{seconds_text(cost.stall_s)}, and iterations are {cost.slowdown:.1%} slower until the checkpoint is "
         f"durable after {cost.persist_s:.2f} s. The expected goodput is {choice.goodput:.2%}"
     )
     rules = rules_of_thumb(iteration_s, cost, failures)

@@ -32,7 +32,7 @@ from ebbtide.tuner.placements.shares import best_worth_moving, descend, free_par
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.placements.subgroup_sizes import SIZES, WORTH, finer, merged, quick_cuts, recuts
-from ebbtide.tuner.progress import Told, silently
+from ebbtide.tuner.progress import ShowProgress, silently
 
 FULL, QUICK = 1.0, 0.1  # fractions of a full search's evaluations. Up to QUICK, only first plans are tried
 FINALISTS = 2  # number of subgroup sizes that a full answer improves
@@ -188,7 +188,7 @@ class _Found:
 
 
 @without_garbage_collection()
-def decide(question: PlanQuestion, progress: Told = silently) -> Decision:
+def decide(question: PlanQuestion, progress: ShowProgress = silently) -> Decision:
     """Decide on the plan and the subgroup size of a training job.
 
     The plan is the fastest one that a search with the given effort finds, or one with larger subgroups
@@ -226,7 +226,7 @@ def decide(question: PlanQuestion, progress: Told = silently) -> Decision:
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
 
 
-def _quickly(question: PlanQuestion, progress: Told, found: _Found, *, last: bool = True) -> Decision:
+def _quickly(question: PlanQuestion, progress: ShowProgress, found: _Found, *, last: bool = True) -> Decision:
     searches = _searches(question, progress, found, last=last)
     most = 1 if question.workload.gradient_accumulation_steps > FEW_STEPS else FINALISTS
     finalists = _finalists(searches, GLANCED)[:most]
@@ -242,7 +242,7 @@ def _decided(question: PlanQuestion, best: Search) -> Decision:
     return Decision(question, best, fewest(best, fastest))
 
 
-def _searches(question: PlanQuestion, progress: Told, found: _Found, *, last: bool = True) -> list[Search]:
+def _searches(question: PlanQuestion, progress: ShowProgress, found: _Found, *, last: bool = True) -> list[Search]:
     cuts, searches = question.cuts, found.searches
 
     def best_s(number: int) -> float:

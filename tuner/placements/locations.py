@@ -19,7 +19,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.candidate import HOST, STORED, evenly
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import SHARES, spaced, try_first
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 
 def begun(
@@ -85,11 +85,11 @@ MUCH = 0.9  # fraction of the usable host memory from which a plan says how much
 
 def about_pinned(search: Search, made: Plan) -> list[str]:
     """Return a list with one sentence if hardly any host memory is left, and otherwise an empty list."""
-    told, limits, machine = made.prediction, search.limits, search.machine
-    if told is None or limits.unified or told.host_peak_bytes <= MUCH * limits.host_bytes:
+    prediction, limits, machine = made.prediction, search.limits, search.machine
+    if prediction is None or limits.unified or prediction.host_peak_bytes <= MUCH * limits.host_bytes:
         return []
     ranks = search.workload.ranks_per_node
-    taken, whole = told.host_peak_bytes * ranks / GIB, machine.host_memory_bytes / GIB
+    taken, whole = prediction.host_peak_bytes * ranks / GIB, machine.host_memory_bytes / GIB
     return [
         f"{taken:.1f} GiB of the {whole:.0f} GiB of host memory are taken, nearly all of it pinned, so that the "
         "system cannot move it to a swap file. That a system has so much to give was not measured: desktop sessions, "
@@ -107,16 +107,16 @@ def brought(search: Search, made: Plan) -> list[str]:
     size = moved_out(w, fetched_elements(w, made.parameter_locations)) * w.wire_bytes
     if not size or made.prediction is None:
         return []
-    told = (
+    reason = (
         f"{size / GIB:.1f} GiB of 16-bit parameters are in host memory and are copied to the GPU for each pass. "
         'This needs zero_optimization.offload_param.device "cpu" in the DeepSpeed config. '
     )
     if math.isinf(search.whole_s):
-        return [told + "With all of them on the GPU nothing fits"]
+        return [reason + "With all of them on the GPU nothing fits"]
     saved_s = search.whole_s - made.prediction.iteration_s
     return [
-        told + f"This saves {told_seconds(saved_s)} compared with all of them on the GPU "
-        f"({told_seconds(saved_s / (size / GIB))} per GiB)"
+        reason + f"This saves {seconds_text(saved_s)} compared with all of them on the GPU "
+        f"({seconds_text(saved_s / (size / GIB))} per GiB)"
     ]
 
 

@@ -33,8 +33,8 @@ from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
 from ebbtide.tuner.placements.subgroup_sizes import LARGE, SIZES, TOLD
-from ebbtide.tuner.progress import Told, silently
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.progress import ShowProgress, silently
+from ebbtide.tuner.quantities import seconds_text
 from pydantic import BeforeValidator
 
 
@@ -106,7 +106,7 @@ def plan(
     storage: Mapping[str, Bytes] | None = None,
     endurance_bytes: float | None = None,
     effort: float | None = None,
-    progress: Told = silently,
+    progress: ShowProgress = silently,
 ) -> Plan:
     """Return the best plan for a training workload on a machine. The result is deterministic for a given seed.
 
@@ -282,5 +282,5 @@ def about_sums(search: Search, chosen: Candidate) -> list[str]:
     saved_s = crossing_s - search.score(chosen).iteration_s
     return [
         f"{len(sums)} of {len(chosen.ways)} subgroups accumulate gradients "
-        f"on the GPU until the last micro-batch, which saves {told_seconds(saved_s)}"
+        f"on the GPU until the last micro-batch, which saves {seconds_text(saved_s)}"
     ]

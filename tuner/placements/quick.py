@@ -79,8 +79,8 @@ def quicker_plan(
         return QuickPlan(current, current_s, current_s)
     made = current.with_ways(**found.chosen.settings, prediction=None, alternatives=(), reasons=())
     # The runtime pauses early updates by the predicted times.
-    told = predict(search.workload, machine, made, whole)
-    return QuickPlan(made.model_copy(update={"prediction": told}), found.iteration_s, current_s)
+    prediction = predict(search.workload, machine, made, whole)
+    return QuickPlan(made.model_copy(update={"prediction": prediction}), found.iteration_s, current_s)
 
 
 def _limits(

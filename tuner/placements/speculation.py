@@ -14,7 +14,7 @@ from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import EARLY, SUMMED
 from ebbtide.tuner.placements.candidate import STAGED, Candidate, able_early, turned
 from ebbtide.tuner.placements.search import Search
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 FEW = 3  # number of best plans without early updates from which the search starts
 ROOM = 3  # most GPU-resident subgroups that may leave the GPU to make room for early staged updates
@@ -83,17 +83,17 @@ def about_early_updates(search: Search, made: Plan) -> list[str]:
 
     The list is empty if the job cannot have early updates, as under ZeRO-1.
     """
-    count, work, told = sum(made.updated_early), search.workload, made.prediction
-    if told is None or not search.early:
+    count, work, prediction = sum(made.updated_early), search.workload, made.prediction
+    if prediction is None or not search.early:
         return []
     rate = f"{work.expected_clip_rate:.1%} of the steps clip"
     if work.clip_rate is None:
         rate = f"{work.expected_clip_rate:.0%} of the steps clip (assumed)"
-    times = told.step_times
+    times = prediction.step_times
     if not count or times is None:
         return [f"no subgroup is updated early (before the gradient norm is known): it is not faster if {rate}"]
     return [
         f"{count} of {made.subgroup_count} subgroups are updated early (before the gradient norm is known), "
-        f"which saves {told_seconds(search.plain_s - told.iteration_s)} if {rate}. An iteration takes "
-        f"{told_seconds(times.right_s)} if no step clips, and {told_seconds(times.mean_s(1.0))} if every step clips"
+        f"which saves {seconds_text(search.plain_s - prediction.iteration_s)} if {rate}. An iteration takes "
+        f"{seconds_text(times.right_s)} if no step clips, and {seconds_text(times.mean_s(1.0))} if every step clips"
     ]

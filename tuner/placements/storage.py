@@ -11,7 +11,7 @@ from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.candidate import HOST, STORED, Candidate
 from ebbtide.tuner.placements.search import Search
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import seconds_text
 
 DAY_S = 86400.0
 YEAR_DAYS = 365.0
@@ -81,7 +81,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
     faster_s = search.seconds_anyhow(search.ordered(c.with_placements(hosted)))
     taken, needed = footprint(work, plan), footprint(work, plan.placed(hosted))
     more = (needed["host"] - taken["host"]) * work.ranks_per_node / GIB
-    saved = f"{told_seconds(faster_s)} instead of {told_seconds(seconds)}"
+    saved = f"{seconds_text(faster_s)} instead of {seconds_text(seconds)}"
     if seconds - faster_s <= 1e-3 * seconds:
         saved = "no less time"
     return (
@@ -98,11 +98,11 @@ def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | No
     """
     step = written_bytes(work, plan)
     day = step * DAY_S / seconds
-    told = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"
+    reason = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"
     if endurance_bytes is None:
-        return f"{told}. How long the drives last follows from the bytes that they are rated for"
+        return f"{reason}. How long the drives last follows from the bytes that they are rated for"
     life = _life(endurance_bytes / day)
-    return f"{told}. Drives rated for {endurance_bytes / 1e12:,.0f} TB last {life}"
+    return f"{reason}. Drives rated for {endurance_bytes / 1e12:,.0f} TB last {life}"
 
 
 def _life(days: float) -> str:

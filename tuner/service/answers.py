@@ -43,7 +43,7 @@ from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.quick import quick_or_roomiest, quick_plan
 from ebbtide.tuner.placements.storage import UNWORN, wear, with_storage
-from ebbtide.tuner.progress import Told
+from ebbtide.tuner.progress import ShowProgress
 from ebbtide.tuner.service.requests import (
     Answer,
     Goodput,
@@ -84,7 +84,7 @@ SEARCHED = (
 TEMPLATES = Templates(build_strategy)  # shared, because a worker answers one request at a time
 
 
-def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
+def simulate(request: Simulate, progress: ShowProgress) -> dict[str, Any]:
     """Simulate one training iteration under the strategy or the plan of a request to the service. Return the
     iteration's times and memory as JSON data.
     """
@@ -118,7 +118,7 @@ def allowed(request: Simulate | Answer, workload: Workload, machine: Machine) ->
     return limits, machine
 
 
-def answer(request: Answer, progress: Told) -> dict[str, Any]:
+def answer(request: Answer, progress: ShowProgress) -> dict[str, Any]:
     """Return the service's advice on offloading as JSON data: a verdict, and a table of ways to train with their times.
 
     The table has a plan, DeepSpeed without a plan, no offload and, on request, other systems.
@@ -140,12 +140,12 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
     if request.mtbf_s is not None and plan is not None and plan.prediction is not None:
         plan, choice = checkpointed(plan, workload.cut_as(plan), machine, limits, request.mtbf_s)
     rows = compare(workload, machine, limits, plan, others=request.peers, compile_=TEMPLATES.compiled)
-    told = _told(rows, plan)
-    decided = verdict(told, problem)
+    predictions = _predictions(rows, plan)
+    decided = verdict(predictions, problem)
     if plan is not None:
         plan = plan.model_copy(update={"alternatives": alternatives(rows)})
     best = best_stock(rows)
-    failing = request.mtbf_s and goodput_of(dict(told), workload, machine, choice, request.mtbf_s)
+    failing = request.mtbf_s and goodput_of(dict(predictions), workload, machine, choice, request.mtbf_s)
     return {
         "verdict": decided.choice,
         "sentence": decided.sentence,
@@ -154,7 +154,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
         "rows": listed(rows, workload),
         "best_stock": best and {"name": best.name, "label": best.label, "iteration_s": best.result.iteration_s},
-        "faster": _faster(request, machine_of(request), told),
+        "faster": _faster(request, machine_of(request), predictions),
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
         "timelines": _timelines(rows, machine, workload, plan, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
@@ -177,7 +177,7 @@ def _limits(limits: Limits) -> dict[str, Any]:
     return {**{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained)}
 
 
-def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
+def ways_out(request: Scenario, progress: ShowProgress) -> dict[str, Any]:
     """Return, as JSON data, a list of the smallest changes with which the training job of a request fits
     into memory (``ways``), and further advice in words (``another_way``).
 
@@ -206,9 +206,11 @@ def _own_job(request: Scenario) -> Job:
     return job if request.subgroup_size is None else job.changed(sub_group_size=request.subgroup_size)
 
 
-def _faster(request: Answer, machine: Machine, told: list[tuple[Role, Prediction]]) -> list[dict[str, Any]] | None:
+def _faster(
+    request: Answer, machine: Machine, predictions: list[tuple[Role, Prediction]]
+) -> list[dict[str, Any]] | None:
     wanted = request.faster or request.effort == "full"
-    fitting = [one.iteration_s for role, one in told if role in ("plan", "no offload") and one.fits]
+    fitting = [one.iteration_s for role, one in predictions if role in ("plan", "no offload") and one.fits]
     if not wanted or request.workload is not None or not fitting:
         return [] if wanted else None
     from ebbtide.tuner.advice.faster import faster
@@ -231,7 +233,7 @@ def _faster(request: Answer, machine: Machine, told: list[tuple[Role, Prediction
     ]
 
 
-def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Told) -> Plan:
+def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: ShowProgress) -> Plan:
     if request.plan is not None:
         return request.plan
     if request.effort == "full":
@@ -241,10 +243,10 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     quick = quick_plan(workload, machine, within, **freedom(request))
     if quick.prediction is None or not (quick.stores or request.endurance_bytes):
         return quick
-    told = UNWORN
+    reason = UNWORN
     if quick.stores:
-        told = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
-    return quick.model_copy(update={"reasons": (*quick.reasons, told)})
+        reason = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
+    return quick.model_copy(update={"reasons": (*quick.reasons, reason)})
 
 
 def _judged(plan: Plan, workload: Workload, machine: Machine, limits: Limits) -> Plan:
@@ -252,11 +254,11 @@ def _judged(plan: Plan, workload: Workload, machine: Machine, limits: Limits) ->
     same_s = known is not None and math.isclose(known.iteration_s, simulated_here.result.iteration_s, rel_tol=SAME)
     if known is not None and same_s and known.limits == limits.by_memory:
         return plan
-    told = None
+    prediction = None
     if simulated_here.fits:
         bound = lower_bound(workload.cut_as(plan), machine, limits)
-        told = predict(workload, machine, plan, limits, bound.iteration_s)
-    return plan.model_copy(update={"prediction": told, "reasons": plan.reasons if known is None else (OTHERS,)})
+        prediction = predict(workload, machine, plan, limits, bound.iteration_s)
+    return plan.model_copy(update={"prediction": prediction, "reasons": plan.reasons if known is None else (OTHERS,)})
 
 
 def _searched(request: Planning, machine: Machine, workload: Workload, **more: Any) -> Plan:
@@ -279,7 +281,7 @@ def freedom(request: Scenario) -> dict[str, Any]:
     return {"offload_parameters": not offload_of(request).keeps_parameters, **sizes}
 
 
-def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
+def _predictions(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
     known = plan and plan.prediction
     return [
         (row.role, known if known and row.role == "plan" and row.simulated.fits else row.prediction) for row in rows
@@ -325,7 +327,7 @@ def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
     }
 
 
-def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str:
+def what_if(request: WhatIf | WhatIfJob, progress: ShowProgress) -> dict[str, Any] | str:
     """Return the simulations of a what-if request: a table with one row for each strategy at each
     combination of values, as JSON data or as CSV text.
 
@@ -344,8 +346,8 @@ def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str
         except RuleError as error:
             inside = f"changes.{error.key}" if error.key in changes else error.key
             raise RuleError(str(error), inside) from None
-    told = with_shared_plans(workload, machine, points, found)
-    rows = [{key: _finite(value) for key, value in row.items()} for row in told]
+    rows = with_shared_plans(workload, machine, points, found)
+    rows = [{key: _finite(value) for key, value in row.items()} for row in rows]
     return _csv(rows) if request.format == "csv" else {"rows": rows}
 
 
@@ -365,7 +367,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def plan_job(request: PlanJob, progress: Told) -> dict[str, Any]:
+def plan_job(request: PlanJob, progress: ShowProgress) -> dict[str, Any]:
     """Search for the best plan of a request's training job. Return, as JSON data, the plan and, for
     comparison, the iteration time under the plan of a quick search.
     """
@@ -395,7 +397,7 @@ def plan_job(request: PlanJob, progress: Told) -> dict[str, Any]:
     }
 
 
-def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:
+def search_job(request: SearchJob, progress: ShowProgress) -> dict[str, Any]:
     """Search for the fastest training configuration. Return every simulated configuration as JSON data, in the form of
     ``tune search -o``.
 
@@ -429,7 +431,7 @@ def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:
     return as_json(answer)
 
 
-def goodput(request: Goodput, progress: Told) -> dict[str, Any]:
+def goodput(request: Goodput, progress: ShowProgress) -> dict[str, Any]:
     """Return, as JSON data, the expected goodput (useful share of training time) with the checkpoint
     interval of a request, and the best interval with its goodput.
 

@@ -14,7 +14,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import Row, compare
 from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.quick import quick_or_roomiest, quick_plan
-from ebbtide.tuner.progress import Told, silently
+from ebbtide.tuner.progress import ShowProgress, silently
 from ebbtide.tuner.service.answers import TEMPLATES, allowed, answer, freedom, listed
 from ebbtide.tuner.service.requests import Answer, PostedPlan, check_plannable, machine_of, resolve
 from pydantic import BaseModel
@@ -54,7 +54,7 @@ class _Point:
         return self.workload, self.machine, self.limits
 
 
-def sweep(call: SweepCall, progress: Told) -> dict[str, Any]:
+def sweep(call: SweepCall, progress: ShowProgress) -> dict[str, Any]:
     """Return the ways to train at each point of a sweep, as JSON data.
 
     A quick search makes a plan at each point. The plans of all points, and the known ones, are tried at all points: a
@@ -66,7 +66,7 @@ def sweep(call: SweepCall, progress: Told) -> dict[str, Any]:
         if isinstance(point, _Point) and call.search:
             with suppress(ImpossibleError):
                 plans.append(quick_plan(point.workload, point.machine, point.limits, **point.freedom))
-    return {"points": [_told(point, plans) for point in points]}
+    return {"points": [_point_figures(point, plans) for point in points]}
 
 
 def _point(asked: Answer | str) -> _Point | str:
@@ -81,7 +81,7 @@ def _point(asked: Answer | str) -> _Point | str:
     return _Point(machine, workload, limits, freedom(asked))
 
 
-def _told(point: _Point | str, plans: Sequence[Plan]) -> dict[str, Any]:
+def _point_figures(point: _Point | str, plans: Sequence[Plan]) -> dict[str, Any]:
     if isinstance(point, str):
         return {"rows": [], "refused": worded(point), "plan": None}
     plan = point.best(plans)
@@ -89,7 +89,7 @@ def _told(point: _Point | str, plans: Sequence[Plan]) -> dict[str, Any]:
     return {"rows": listed(point.rows(plan), point.workload), "refused": "", "plan": shown}
 
 
-def cards(call: CardsCall, progress: Told) -> dict[str, Any]:
+def cards(call: CardsCall, progress: ShowProgress) -> dict[str, Any]:
     """Return the advised way to train on each machine, with the figures of its own quick answer, as JSON data."""
     rows = []
     for number, question in enumerate(call.questions):

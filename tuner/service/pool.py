@@ -32,7 +32,7 @@ class InvalidError(RuleError):
     def of(cls, payload: bytes) -> Self:
         """Build this error from a worker process's message, which is JSON and lists the rules that a request breaks."""
         rows = [BrokenRule(*row) for row in json.loads(payload)]
-        return cls("; ".join(row.told for row in rows), rows[0].key, rows)
+        return cls("; ".join(row.sentence for row in rows), rows[0].key, rows)
 
 
 class BusyError(RuntimeError):

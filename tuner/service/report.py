@@ -26,7 +26,7 @@ from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline, role_of
-from ebbtide.tuner.progress import Told
+from ebbtide.tuner.progress import ShowProgress
 from ebbtide.tuner.service.requests import Name, Planned, PostedPlan, Request, Scenario, Seconds, resolve
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -98,21 +98,21 @@ class ReportCall(BaseModel):
     run: str | None = None
 
 
-def html_of_call(call: ReportCall, progress: Told) -> str:
+def html_of_call(call: ReportCall, progress: ShowProgress) -> str:
     """Return the web page about a plan as HTML. Worker processes call this function."""
     # Loads the compiled simulator, which the server itself never needs.
     from ebbtide.tuner.answer.verdict import about
 
-    told = ""
+    about_run = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
         machine, workload = resolve(call.scenario)
         timelines += _predicted(call.plan, machine, workload)
-        told = about(workload, machine)
-    return report_html(call.plan, timelines, told)
+        about_run = about(workload, machine)
+    return report_html(call.plan, timelines, about_run)
 
 
-def trace(call: Planned, progress: Told) -> dict[str, Any]:
+def trace(call: Planned, progress: ShowProgress) -> dict[str, Any]:
     """Return, as a trace for ui.perfetto.dev, the simulated timelines of a training job with DeepSpeed
     alone and under a plan.
     """
@@ -266,7 +266,7 @@ def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
     ]
 
 
-def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
+def report_html(plan: Plan, timelines: list[Timeline], about_run: str = "") -> str:
     """Return a web page about a plan as HTML in a single file, which loads nothing from the network.
 
     The browser may run only the page's own script and style, which the page names by their hashes.
@@ -290,7 +290,7 @@ def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
         "STYLE": style,
         "SCRIPT": script,
         "HEADLINE": html.escape(headline(plan)),
-        "DATA": _data(plan, timelines, told or plan.about),
+        "DATA": _data(plan, timelines, about_run or plan.about),
     }
     # In one pass, so that inserted text is never searched for placeholders.
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda m: fields[m.group(1)], text["report.html"])

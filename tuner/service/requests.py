@@ -549,7 +549,7 @@ def _as_asked() -> Iterator[None]:
         rule, key = str(error), getattr(error, "key", "")
         if isinstance(error, ValidationError):
             first = broken(error)[0]
-            rule, key = first.told, first.key
+            rule, key = first.sentence, first.key
         word = _ASKED_AS.get(key, key)
         raise RuleError(rule.replace(key, word), word) from None
 

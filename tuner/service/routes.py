@@ -12,7 +12,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError, shortened
 from ebbtide.simulator.schedules.strategies import STEPS, STRATEGIES
 from ebbtide.tuner.service import requests as ask
-from ebbtide.tuner.service import responses as told
+from ebbtide.tuner.service import responses
 from ebbtide.tuner.service.pool import Result
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
 from ebbtide.tuner.service.report import Run, read_run, summary_of
@@ -30,7 +30,7 @@ FULL_COST = 1500  # cost of a plan search, in simulations
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": told.Problem} for status in (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 500, 503, 507)
+    status: {"model": responses.Problem} for status in (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 500, 503, 507)
 }
 
 
@@ -88,12 +88,12 @@ def routes(service: Service) -> APIRouter:
 
 def _machines(router: APIRouter, service: Service, names: Names) -> None:
     @router.get("/machines")
-    async def machines() -> told.Machines:
+    async def machines() -> responses.Machines:
         """List the machines that the planning server knows by name, with their main facts."""
         known, unreadable = names.machines()
         listed = [_facts_of(name, machine) for name, machine in known.items()]
         refused = [{"name": name, "reason": reason} for name, reason in unreadable.items()]
-        return told.Machines.model_validate({"machines": listed, "unreadable": refused})
+        return responses.Machines.model_validate({"machines": listed, "unreadable": refused})
 
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
@@ -104,7 +104,7 @@ def _machines(router: APIRouter, service: Service, names: Names) -> None:
         return result
 
     @router.post("/machines", status_code=201)
-    async def put_machine(machine: Machine, replace: bool = False) -> told.Named:
+    async def put_machine(machine: Machine, replace: bool = False) -> responses.Named:
         """Store a measured machine under its name, as `tune profile --push URL` does.
 
         The status is 409 if another machine has the name, unless ``replace`` is true.
@@ -121,19 +121,19 @@ def _machines(router: APIRouter, service: Service, names: Names) -> None:
             raise HTTPException(
                 409, f"name must be a new one, but another machine {name!r} is stored: rename it, or add ?replace=true"
             )
-        return told.Named(name=name)
+        return responses.Named(name=name)
 
     @router.delete("/machines/{name}")
-    async def forget_machine(name: ask.Name) -> told.Named:
+    async def forget_machine(name: ask.Name) -> responses.Named:
         # Presets and the machine that the server was started with cannot be removed.
         if not await asyncio.to_thread(service.store.forget, "machines", name):
             raise HTTPException(404, f"machine must be the name of an uploaded machine profile, but got {name!r}")
-        return told.Named(name=name)
+        return responses.Named(name=name)
 
 
 def _facts_of(name: str, machine: Machine) -> dict[str, Any]:
     return {
-        **{fact: getattr(machine, fact) for fact in told.MachineFacts.model_fields},
+        **{fact: getattr(machine, fact) for fact in responses.MachineFacts.model_fields},
         "name": name,
         "preset": name in preset_names(),
         "multi_node": machine.network_bytes_per_s is not None,
@@ -144,15 +144,15 @@ def _facts_of(name: str, machine: Machine) -> dict[str, Any]:
 
 def _models(router: APIRouter, service: Service) -> None:
     @router.get("/models")
-    async def models() -> told.Models:
+    async def models() -> responses.Models:
         """List the models that the planning server knows by name, and the measured workload that the server
         was started with.
         """
         workload, label = service.examples.get("workload"), service.examples.get("label", "")
         first = service.examples.get("kind") == "shown"
         shown = {} if workload is None else {"name": workload.name, "params": workload.params, "label": label}
-        profiled = [told.Profiled(machine=service.shown_machine, first=first, **shown)] if shown else []
-        return told.Models(models=list(MODELS), workloads=profiled, strategies=list(STRATEGIES))
+        profiled = [responses.Profiled(machine=service.shown_machine, first=first, **shown)] if shown else []
+        return responses.Models(models=list(MODELS), workloads=profiled, strategies=list(STRATEGIES))
 
 
 def _answers(router: APIRouter, service: Service, names: Names) -> None:
@@ -163,12 +163,12 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
         result = await _unless_gone(request, service.pool.answer(call, _sent(filled), light))
         return _response(result)
 
-    @router.post("/simulate", responses=_answered(told.Simulated))
+    @router.post("/simulate", responses=_answered(responses.Simulated))
     async def simulate(request: Request, posted: ask.Simulate) -> Response:
         """Simulate one training iteration of the request's job, under a strategy or a plan."""
         return await computed(request, "simulate", posted, 6 if posted.timeline else 1)
 
-    @router.post("/answer", responses=_answered(told.AnswerResponse))
+    @router.post("/answer", responses=_answered(responses.AnswerResponse))
     async def answer(request: Request, posted: ask.Answer) -> Response:
         """Return a verdict on offloading optimizer state, a plan, and a table that compares the plan with other ways to
         train.
@@ -176,12 +176,12 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
         cost = FULL_COST if posted.effort == "full" else 6
         return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 
-    @router.post("/ways-out", responses=_answered(told.WaysResponse))
+    @router.post("/ways-out", responses=_answered(responses.WaysResponse))
     async def ways_out(request: Request, posted: ask.Scenario) -> Response:
         """Return the smallest changes with which the request's training job fits into memory."""
         return await computed(request, "ways-out", posted, FULL_COST)
 
-    @router.post("/what-if", responses=_answered(told.Grid, "text/csv"))
+    @router.post("/what-if", responses=_answered(responses.Grid, "text/csv"))
     async def what_if(request: Request, posted: ask.WhatIf) -> Response:
         """Simulate each strategy at each combination of the given values. Return a table as JSON or CSV.
 
@@ -190,7 +190,7 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
         _check_cells(posted, service.quota.cells, ". Post it to /api/v1/jobs/what-if instead")
         return await computed(request, "what-if", posted, posted.cells * STEPS)
 
-    @router.post("/goodput", responses=_answered(told.GoodputResponse))
+    @router.post("/goodput", responses=_answered(responses.GoodputResponse))
     async def goodput(posted: ask.Goodput) -> Response:
         """Return the goodput (useful share of training time) with failures, and the best checkpoint interval."""
         return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
@@ -204,7 +204,7 @@ def _comparisons(router: APIRouter, service: Service, names: Names) -> None:
             light &= check_ops(estimated_ops(one), 6 * len(asked), service.quota)
         return _response(await _unless_gone(request, service.pool.answer(call, body, light)))
 
-    @router.post("/sweep", responses=_answered(told.Swept))
+    @router.post("/sweep", responses=_answered(responses.Swept))
     async def sweep(request: Request, posted: ask.Sweep) -> Response:
         """Answer one question with several values of its settings, each as well as the others allow."""
         points = [point if isinstance(point, str) else names.fill(point) for point in posted.points()]
@@ -214,7 +214,7 @@ def _comparisons(router: APIRouter, service: Service, names: Names) -> None:
         body = {"points": asked_at, "plans": plans, "search": posted.search}
         return await several(request, "sweep", asked, body)
 
-    @router.post("/cards", responses=_answered(told.CardsResponse))
+    @router.post("/cards", responses=_answered(responses.CardsResponse))
     async def cards(request: Request, posted: ask.Cards) -> Response:
         """Compare all machines that the server knows for one model: the advised way to train on each of them."""
         known = {name: machine for name, machine in names.machines()[0].items() if machine.device_flops_per_s}
@@ -248,12 +248,12 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
 
 def _jobs(router: APIRouter, service: Service, names: Names) -> None:
     @router.post("/jobs/plan", status_code=201)
-    async def plan(posted: ask.PlanJob) -> told.JobState:
+    async def plan(posted: ask.PlanJob) -> responses.JobState:
         """Start a background job that searches for the best plan for a training job."""
         return await _submit(service, names, posted, "plan")
 
     @router.post("/jobs/what-if", status_code=201)
-    async def what_if(posted: ask.WhatIfJob) -> told.JobState:
+    async def what_if(posted: ask.WhatIfJob) -> responses.JobState:
         """Start a background job that simulates a grid of cases.
 
         Each given strategy is simulated for each combination of the given GPU memory sizes and of the values given for
@@ -263,21 +263,21 @@ def _jobs(router: APIRouter, service: Service, names: Names) -> None:
         return await _submit(service, names, posted, "what-if")
 
     @router.post("/jobs/search", status_code=201)
-    async def search(posted: ask.SearchJob) -> told.JobState:
+    async def search(posted: ask.SearchJob) -> responses.JobState:
         """Start a background job that searches for the fastest training configuration of a model."""
         return await _submit(service, names, posted, "search")
 
 
 def _job(router: APIRouter, service: Service) -> None:
     @router.get("/jobs")
-    async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[told.JobState]]:
+    async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[responses.JobState]]:
         """List the planning service's background jobs, the newest first."""
-        return {"jobs": [told.JobState(**job) for job in service.store.jobs(limit)]}
+        return {"jobs": [responses.JobState(**job) for job in service.store.jobs(limit)]}
 
     @router.get("/jobs/{job}")
-    async def job(job: Id) -> told.JobState:
+    async def job(job: Id) -> responses.JobState:
         """Return the state of a background job of the planning service, with every attempt to run the job."""
-        return told.JobState(**_known(service.jobs.state(job), "job"))
+        return responses.JobState(**_known(service.jobs.state(job), "job"))
 
     @router.get("/jobs/{job}/request")
     async def request_of(job: Id) -> dict[str, Any]:
@@ -285,18 +285,21 @@ def _job(router: APIRouter, service: Service) -> None:
         results: dict[str, Any] = json.loads(_known(service.store.request(job), "job"))
         return results
 
-    @router.get("/jobs/{job}/result", responses=_answered(told.PlanResult | told.SearchResult | told.Grid, "text/csv"))
+    @router.get(
+        "/jobs/{job}/result",
+        responses=_answered(responses.PlanResult | responses.SearchResult | responses.Grid, "text/csv"),
+    )
     async def result(job: Id) -> Response:
         """Return the result of a background job that has finished."""
         body, is_json = _known(service.store.result(job), "job that is done")
         return _response(Result(body, is_json))
 
     @router.delete("/jobs/{job}")
-    async def cancel(job: Id, forget: bool = False) -> told.JobState:
-        state = told.JobState(**_known(service.store.job(job), "job"))
+    async def cancel(job: Id, forget: bool = False) -> responses.JobState:
+        state = responses.JobState(**_known(service.store.job(job), "job"))
         if not forget:
             await service.jobs.cancel(job)
-            return told.JobState(**_known(service.store.job(job), "job"))
+            return responses.JobState(**_known(service.store.job(job), "job"))
         if not await asyncio.to_thread(service.store.forget, "jobs", job):
             raise RuleError(
                 f"only a job that has ended can be forgotten, but this one is {state.state}: cancel it first",
@@ -323,11 +326,11 @@ def _events(router: APIRouter, service: Service) -> None:
         return _stream(service, _all_events(service))
 
 
-async def _submit(service: Service, names: Names, posted: ask.Scenario, kind: str) -> told.JobState:
+async def _submit(service: Service, names: Names, posted: ask.Scenario, kind: str) -> responses.JobState:
     filled = names.fill(posted)
     check_search_ops(filled, service.quota)
     body = _checked(filled, service.quota)
-    return told.JobState(**await service.jobs.submit(kind, body, getattr(posted, "name", None) or _title(posted)))
+    return responses.JobState(**await service.jobs.submit(kind, body, getattr(posted, "name", None) or _title(posted)))
 
 
 TITLED = {
@@ -405,19 +408,19 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
 
 def _runs(router: APIRouter, service: Service, names: Names) -> None:
     @router.post("/runs", status_code=201)
-    async def post_run(run: Run) -> told.RunSummary:
+    async def post_run(run: Run) -> responses.RunSummary:
         """Store the measured timeline of a training run, and the plan to compare it with if one is given."""
         summary = await asyncio.to_thread(summary_of, run)
         stored = await asyncio.to_thread(service.store.add_run, run.name, summary, run.model_dump_json())
         await service.feed.tell("run", stored)
-        return told.RunSummary.model_validate(stored)
+        return responses.RunSummary.model_validate(stored)
 
     @router.get("/runs")
-    async def runs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> told.Runs:
+    async def runs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> responses.Runs:
         """List summaries of uploaded training runs, the newest first."""
-        return told.Runs.model_validate({"runs": service.store.runs(limit)})
+        return responses.Runs.model_validate({"runs": service.store.runs(limit)})
 
-    @router.get("/runs/{run}", responses=_answered(told.RunResponse))
+    @router.get("/runs/{run}", responses=_answered(responses.RunResponse))
     async def run(run: Id) -> Response:
         """Return an uploaded training run: its summary, its plan, and its measured and predicted timelines."""
         text = _known(service.store.run(run), "run")
@@ -426,12 +429,12 @@ def _runs(router: APIRouter, service: Service, names: Names) -> None:
         return _response(Result(json.dumps(found).encode(), True))
 
     @router.delete("/runs/{run}")
-    async def forget_run(run: Id) -> told.Identified:
+    async def forget_run(run: Id) -> responses.Identified:
         _known(await asyncio.to_thread(service.store.forget, "runs", run) or None, "run")
         await service.feed.tell("gone", {"id": run})
-        return told.Identified(id=run)
+        return responses.Identified(id=run)
 
-    @router.post("/trace", responses=_answered(told.Trace))
+    @router.post("/trace", responses=_answered(responses.Trace))
     async def trace(posted: ask.Planned) -> Response:
         """Return simulated timelines for ui.perfetto.dev: of DeepSpeed alone, and under a plan."""
         body = {

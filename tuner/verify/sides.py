@@ -68,7 +68,7 @@ class Verification:
         return True if all(f.verdict == "identical" for f in self.findings) else None
 
 
-def verify(against: Sequence[str], start: Callable[[Side], RecordedRun], told: Callable[[str], None]) -> Verification:
+def verify(against: Sequence[str], start: Callable[[Side], RecordedRun], say: Callable[[str], None]) -> Verification:
     """Run a training command under its plan and in other ways, and compare each run with the next.
 
     The order is: under the plan, with DeepSpeed alone, without offload. If the first two differ, the command is run
@@ -81,7 +81,7 @@ def verify(against: Sequence[str], start: Callable[[Side], RecordedRun], told: C
     """
 
     def made(side: Side) -> RecordedRun:
-        told(side.title if side != Side(PLAN) else "the command as it is")
+        say(side.title if side != Side(PLAN) else "the command as it is")
         return start(side)
 
     runs = _sides(against, made)

@@ -81,7 +81,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._means = Means.reserve(plan, live, self._files, block_bytes)
         self._loading = Loading(self._engine, live, self._peers, restore_random=plan.restore_random)
         self._job: BackgroundSave | None = None
-        self._told: BackgroundSave | None = None  # the failed job whose error was logged
+        self._logged: BackgroundSave | None = None  # the failed job whose error was logged
         self._save: Save | None = None  # set while save_checkpoint runs
         self._note: Note | None = None  # note of the last save, while its trainer still writes to the folder
         self._saved: tuple[Any, ...] = ()  # the arguments of the last save
@@ -107,8 +107,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         job = self._job
         if job is None or job.running or job.failure is None or job.cancelled:
             self._reap()
-        elif job is not self._told:
-            self._told = job
+        elif job is not self._logged:
+            self._logged = job
             logger.error("%s. The next save raises this error", _failed(job))
         every = self._plan.interval_steps
         if every and self._plan.dir and global_step > 0 and global_step % every == 0:
@@ -170,7 +170,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         job = self._job
         if job is not None and job.running:
             return
-        self._job = self._told = None
+        self._job = self._logged = None
         try:
             if job is not None:
                 self._report(job)

@@ -153,8 +153,8 @@ def _concerns(event: str, args: tuple[Any, ...], job: BackgroundSave) -> bool:
     if event in _STARTS:
         # Only programs with the folder in their arguments, because DeepSpeed itself starts programs in every step.
         folder = job.attempt.save_dir
-        told = str(args[:3])
-        return not job.placed and (str(folder) in told or str(_real(folder)) in told)
+        arguments = str(args[:3])
+        return not job.placed and (str(folder) in arguments or str(_real(folder)) in arguments)
     path = _path(args)
     if path is None:
         return False

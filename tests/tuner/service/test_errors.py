@@ -306,7 +306,7 @@ def test_of_alternatives_the_nearest_is_told():
     with pytest.raises(ValidationError) as caught:
         Scenario.model_validate(given)
     rows = {row.key: row for row in broken(caught.value, given)}
-    assert rows["machine.cpu_cores"].told == "machine.cpu_cores must be a whole number, but got 'many'"
+    assert rows["machine.cpu_cores"].sentence == "machine.cpu_cores must be a whole number, but got 'many'"
     assert "machine" not in rows
 
 

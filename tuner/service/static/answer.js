@@ -354,7 +354,7 @@ export class AnswerView {
 
 const NEAR_BOUND = "Within 0.5% of a lower bound: a longer search cannot find a plan that is much faster.";
 
-// Rounds down, like `told_least`, so that the printed lower bound is still a lower bound.
+// Rounds down, like `least_text`, so that the printed lower bound is still a lower bound.
 function roundedDown(value) {
   const digit = value >= 100 ? 1 : value >= 1 ? 1e-2 : value >= 0.0995 ? 1e-3 : 1e-4;
   return Math.floor(value / digit) * digit;
