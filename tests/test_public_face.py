@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +64,22 @@ def test_what_is_imported_loads_nothing_heavy(code, heavy):
 @pytest.mark.parametrize("name", ebbtide.__all__)
 def test_every_name_can_be_had_and_says_what_it_is(name):
     assert len(getattr(ebbtide, name).__doc__.split()) >= 4
+
+
+def test_the_reference_names_what_users_import_and_no_module_marks_itself_private():
+    entries = re.findall(r"^::: ([\w.]+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    public = [getattr(import_module(module), name) for module, name in entries]
+    offered = [("ebbtide", name) for name in ebbtide.__all__]
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text()
+        imports = re.findall(r"^from (ebbtide[\w.]*) import (.+)$", text, re.MULTILINE)
+        offered += [(module, name.strip()) for module, names in imports for name in names.split(",")]
+        offered += re.findall(r"`(ebbtide(?:\.\w+)*)\.(\w+)\(", text)
+    assert ("ebbtide.profiler", "profile_engine") in offered
+    missing = [name for name in offered if getattr(import_module(name[0]), name[1]) not in public]
+    assert missing == []
+    files = [path for part in PARTS for path in (ROOT / part).rglob("_*.py")]
+    assert {path.name for path in files} == {"__init__.py"}
 
 
 def test_the_packages_list_their_names_and_no_others():
