@@ -126,9 +126,11 @@ class Timeline(Shown):
             In a measured one this time counts as forward.
         """
         if iteration is None:
-            iteration = self._last_complete()
+            iteration = max((s.iteration for s in self.spans if s.kind == OpKind.STEP_END), default=0)
         spent = dict.fromkeys(("loop", "forward", "backward", "step"), 0.0)
-        previous_end = self._start_of(iteration)
+        step_ends = [s.end_s for s in self.spans if s.kind == OpKind.STEP_END and s.iteration == iteration - 1]
+        starts = (s.start_s for s in self.spans if s.iteration == iteration)
+        previous_end = max(step_ends) if step_ends else min(starts, default=0.0)
         backward_end = previous_end
         for span in sorted(self._loop_spans(iteration), key=lambda s: s.end_s):
             phase = PHASE[span.kind]
@@ -145,14 +147,6 @@ class Timeline(Shown):
             "update_s": max(0.0, update_end - backward_end),
             "loop_s": spent["loop"],
         }
-
-    def _last_complete(self) -> int:
-        return max((s.iteration for s in self.spans if s.kind == OpKind.STEP_END), default=0)
-
-    def _start_of(self, iteration: int) -> float:
-        previous = [s.end_s for s in self.spans if s.kind == OpKind.STEP_END and s.iteration == iteration - 1]
-        starts = (s.start_s for s in self.spans if s.iteration == iteration)
-        return max(previous) if previous else min(starts, default=0.0)
 
     def _loop_spans(self, iteration: int) -> list[Span]:
         # Spans of copies and updates, which can overlap them, are left out.

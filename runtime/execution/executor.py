@@ -225,10 +225,6 @@ class Executor(IssuedOps):
         self._begin_ahead()
         self.issue.backward(None, early=early_updates)
 
-    def come_in(self) -> None:
-        """Start to copy the optimizer state of further subgroups to the GPU, as long as staging buffers are free."""
-        self.issue.come_in()
-
     def update_early(self, subgroup: int, job: SubgroupJob) -> None:
         """Start a subgroup's update during backward, before the gradient norm is known.
 

@@ -173,7 +173,7 @@ class Session:
 
     def _complete(self, subgroup: int) -> None:
         self._begin_early(subgroup)
-        self.executor.come_in()
+        self.executor.issue.come_in()  # into staging buffers that are free
 
     def _begin_early(self, subgroup: int) -> None:
         again = self.executor.drop_early_updates([subgroup])

@@ -150,7 +150,7 @@ def backward(executor, workload):
     def complete(subgroup):
         if subgroup in executor.early_updates.wires:
             executor.update_early(subgroup, SubgroupJob(None, []))
-        executor.come_in()
+        executor.issue.come_in()
 
     locations = GradientBuffers(executor.device, executor.states, slices, executor.gradients, complete=complete)
     for micro_batch in range(last + 1):

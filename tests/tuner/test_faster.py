@@ -13,7 +13,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.advice.faster import WORTH, Faster, faster
 from ebbtide.tuner.advice.tried import Changing
-from ebbtide.tuner.placements.quick import quick_or_none, quick_plan
+from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer
 
@@ -41,7 +41,7 @@ def test_each_line_is_faster_than_the_line_before_and_asks_for_more():
         assert one.job.micro_batch * one.job.accumulation == 8
         before_s = one.outcome.iteration_s
     work = estimated(found[-1].job, have)
-    again = quick_or_none(work, have, Limits.of(work, have))
+    again = quick_plan(work, have, Limits.of(work, have))
     assert again.prediction.iteration_s <= found[-1].outcome.iteration_s * 1.003, "planning it is no slower than told"
 
 

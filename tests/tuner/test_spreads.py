@@ -8,14 +8,14 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.answer.verdict import TOLD, verdict
 from ebbtide.tuner.calibrate.interval import Spread, causes
-from ebbtide.tuner.placements.quick import quick_or_none
+from ebbtide.tuner.placements.quick import quick_plan
 
 
 def rows_on(name, **job):
     machine = preset(name)
     work = workload_from_model("Llama 3.2 3B", machine, sequence=1024, **job)
     limits = Limits.of(work, machine)
-    made = quick_or_none(work, machine, limits)
+    made = quick_plan(work, machine, limits)
     return machine, work, compare(work, machine, limits, made, others=False)
 
 

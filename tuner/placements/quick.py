@@ -117,23 +117,15 @@ def quick_plan(
     return best_of(decide(question))
 
 
-def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedom: Any) -> Plan | None:
-    """Return the training plan that a short plan search finds, or None if no plan fits into memory."""
-    try:
-        return quick_plan(workload, machine, limits, **freedom)
-    except ImpossibleError:
-        return None
-
-
 def quick_or_roomiest(workload: Workload, machine: Machine, limits: Limits, **freedom: Any) -> Plan:
     """Return the training plan that a short plan search finds. If no plan fits into memory, return a plan that lacks
     little memory.
     """
-    found = quick_or_none(workload, machine, limits, **freedom)
-    if found is not None:
-        return found
-    search = begun(workload, machine, limits)
-    return min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c])).plan(workload)
+    try:
+        return quick_plan(workload, machine, limits, **freedom)
+    except ImpossibleError:
+        search = begun(workload, machine, limits)
+        return min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c])).plan(workload)
 
 
 def best_of(found: Decision) -> Plan:
