@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.simulator.display import Shown
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError, checked
-from ebbtide.simulator.shown import Shown
 
 if TYPE_CHECKING:
     from ebbtide.simulator.estimates.job import Job

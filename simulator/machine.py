@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
+from ebbtide.simulator.display import Shown
 from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.quantity import THREADED, Quantity, Rate, RateName
 from ebbtide.simulator.rules import RuleError, checked, suggestion
-from ebbtide.simulator.shown import Shown
 from pydantic import Field, model_validator
 
 ANY_BYTES = 10**18  # if the size of a drive is unknown

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
+from ebbtide.simulator.display import Shown
 from ebbtide.simulator.limits import Limits, lacks, missing
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Kind, Memory
-from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
 from ebbtide.simulator.update.pausing import StepTimes
 from ebbtide.simulator.update.recipes import RECIPES

@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ebbtide.simulator.display import Shown, table
 from ebbtide.simulator.page import write_whole
 from ebbtide.simulator.schedule import Lane, OpKind, Schedule, Span, makespan_s
-from ebbtide.simulator.shown import Shown, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Literal, Self, TypeVar
 
+from ebbtide.simulator.display import Shown
 from ebbtide.simulator.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.subgroups import Cut, cut, cut_flat, grouped, pieces_of
 from pydantic import Field, NonNegativeInt, model_validator
 

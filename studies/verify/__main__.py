@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.tuner.verify.comparison import compare
 from ebbtide.tuner.verify.run import RecordedRun, read_run
-from ebbtide.tuner.verify.sides import compare
 from rich.console import Console
 
 from studies.bench.console import study_parser, tables

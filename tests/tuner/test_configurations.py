@@ -16,9 +16,9 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner import plan
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.configurations import report
-from ebbtide.tuner.configurations.answer import SearchAnswer
 from ebbtide.tuner.configurations.deciding import explore
 from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
+from ebbtide.tuner.configurations.search_answer import SearchAnswer
 from ebbtide.tuner.configurations.space import KNOBS, Configuration, Space
 from ebbtide.tuner.placements import decision
 from rich.console import Console

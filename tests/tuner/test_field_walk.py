@@ -22,7 +22,7 @@ from ebbtide.simulator import (
     simulate,
     workload_from_model,
 )
-from ebbtide.simulator.analysis.expected import expected
+from ebbtide.simulator.analysis.early_updates import expected
 from ebbtide.simulator.analysis.goodput import CheckpointPrice
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import Limits

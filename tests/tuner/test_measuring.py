@@ -20,11 +20,11 @@ from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.tuner.calibrate.calibration import CalibrationError, calibrate, predicted_s
 from ebbtide.tuner.calibrate.run_logs import FactsFromFlags, read_observations
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.configurations.answer import SearchAnswer
 from ebbtide.tuner.configurations.deciding import as_trained, explore
 from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.measuring import Measurement, filled, measure, places, with_config
 from ebbtide.tuner.configurations.report import as_json
+from ebbtide.tuner.configurations.search_answer import SearchAnswer
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.watched import TOO_LONG, ended
 

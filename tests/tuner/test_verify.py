@@ -15,10 +15,10 @@ import torch
 from click.testing import CliRunner
 from ebbtide.runtime.verify.lines import Lines, Piece
 from ebbtide.tuner.cli import main
+from ebbtide.tuner.verify.comparison import Verification, compare, verify
 from ebbtide.tuner.verify.launch import NotDeterministicError, Side, launch, operations_in
+from ebbtide.tuner.verify.report import as_json, screen
 from ebbtide.tuner.verify.run import read_run
-from ebbtide.tuner.verify.sides import Verification, compare, verify
-from ebbtide.tuner.verify.words import as_json, screen
 
 from studies.bench.rank import free_port
 from tests.conftest import RANK_VARIABLES

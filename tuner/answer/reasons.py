@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ebbtide.simulator.analysis.best_setting import compiled
 from ebbtide.simulator.analysis.bounds import Bound, lower_bound
-from ebbtide.simulator.analysis.expected import expected
+from ebbtide.simulator.analysis.early_updates import expected
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import GIB

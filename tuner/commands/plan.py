@@ -259,7 +259,7 @@ def _as_changed(trained: Trained, one: Faster) -> Trained:
 
 
 def _write_alone(one: Faster, path: str | None, trained: Trained, notes: Sequence[str], *, as_json: bool) -> None:
-    from ebbtide.tuner.answer.use import write_config
+    from ebbtide.tuner.answer.instructions import write_config
 
     if path is None:
         raise BadInputError(
@@ -304,7 +304,7 @@ def _with_ways_out(
 
 
 def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> None:
-    from ebbtide.tuner.answer.use import emitted_config, write_config
+    from ebbtide.tuner.answer.instructions import emitted_config, write_config
 
     if path is None:
         return
@@ -316,7 +316,7 @@ def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> No
 
 
 def _next(emitted: str | None, work: Workload) -> str:
-    from ebbtide.tuner.answer.use import command, trainer
+    from ebbtide.tuner.answer.instructions import command, trainer
 
     if emitted is None:
         return "to train with this plan, add --emit-deepspeed ds.json to the command"

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ebbtide.simulator.machine import Machine
-    from ebbtide.tuner.configurations.answer import SearchAnswer
     from ebbtide.tuner.configurations.evaluation import SearchQuestion
+    from ebbtide.tuner.configurations.search_answer import SearchAnswer
     from ebbtide.tuner.configurations.space import Space
 
 _FREE = (
@@ -160,8 +160,8 @@ def search(
 
     With --measure, a training COMMAND is then run in the best ones for some steps each.
     """
+    from ebbtide.tuner.answer.instructions import write_config
     from ebbtide.tuner.answer.report import wide_console
-    from ebbtide.tuner.answer.use import write_config
     from ebbtide.tuner.answer.verdict import about
     from ebbtide.tuner.configurations import report
     from ebbtide.tuner.configurations.deciding import explore, measure_best
@@ -230,7 +230,7 @@ def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, A
 
 
 def _emit(path: str | None, question: SearchQuestion, answer: SearchAnswer, command: tuple[str, ...]) -> None:
-    from ebbtide.tuner.answer.use import write_config
+    from ebbtide.tuner.answer.instructions import write_config
     from ebbtide.tuner.configurations.measuring import config_of
 
     if path is None or answer.best is None:
@@ -284,7 +284,7 @@ def _space(
     global_batch: int | None,
     passed: set[str] | None,
 ) -> Space:
-    from ebbtide.tuner.configurations.fixed import fixed_knobs
+    from ebbtide.tuner.configurations.fixed_settings import fixed_knobs
     from ebbtide.tuner.configurations.space import OF_SCRIPT, Configuration, Space
 
     fixed = fixed_knobs(asked, question.ds_config, global_batch)

@@ -11,7 +11,7 @@ from ebbtide.tuner.inputs import program_of
 from ebbtide.tuner.lazy_group import Command
 
 if TYPE_CHECKING:
-    from ebbtide.tuner.verify.sides import Verification
+    from ebbtide.tuner.verify.comparison import Verification
 
 CODES = {True: 0, False: 1, None: 3}
 SIDES = ("stock", "no-offload")
@@ -60,10 +60,10 @@ def verify(
     two runs of the same command already differ (for example by an unseeded generator), or since the only
     comparison is with a run without offload, which adds in another order.
     """
+    from ebbtide.tuner.verify.comparison import verify as compare
     from ebbtide.tuner.verify.launch import NotDeterministicError, has_gpu, launch
-    from ebbtide.tuner.verify.sides import verify as compare
-    from ebbtide.tuner.verify.words import as_json as figures
-    from ebbtide.tuner.verify.words import screen
+    from ebbtide.tuner.verify.report import as_json as figures
+    from ebbtide.tuner.verify.report import screen
 
     sides = _sides(against)
     program_of(command, "verify")

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from ebbtide.tuner.advice.tried import Tried
-from ebbtide.tuner.configurations.answer import SearchAnswer
 from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.measuring import LIMIT_S, Measurement, key_of, measure
+from ebbtide.tuner.configurations.search_answer import SearchAnswer
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.configurations.study import Trials
 from ebbtide.tuner.placements.decision import FULL

@@ -17,7 +17,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import read_file
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.page import DEEPSPEED_CONFIG, kind_of, versions
 from ebbtide.simulator.rules import RuleError
-from ebbtide.tuner.answer.use import emitted_config
+from ebbtide.tuner.answer.instructions import emitted_config
 from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome, SearchQuestion
 from ebbtide.tuner.configurations.space import KNOBS, Configuration
 from ebbtide.tuner.watched import TOO_LONG, ended, tail

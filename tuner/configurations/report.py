@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ebbtide.simulator.limits import size
-from ebbtide.tuner.configurations.answer import SearchAnswer
 from ebbtide.tuner.configurations.evaluation import ConfigurationOutcome
 from ebbtide.tuner.configurations.measuring import Measurement
+from ebbtide.tuner.configurations.search_answer import SearchAnswer
 from ebbtide.tuner.configurations.space import OF_SCRIPT, Configuration
 from rich.console import Console
 from rich.markup import escape

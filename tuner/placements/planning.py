@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
-from ebbtide.simulator.analysis.expected import step_times
+from ebbtide.simulator.analysis.early_updates import step_times
 from ebbtide.simulator.analysis.goodput import CheckpointPrice
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from ebbtide.simulator.analysis.bounds import Bound, Bounds
-from ebbtide.simulator.analysis.expected import early_updates_worth, late_s, times_of
+from ebbtide.simulator.analysis.early_updates import early_updates_worth, late_s, times_of
 from ebbtide.simulator.analysis.many_plans import Counted, PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine

@@ -34,9 +34,9 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
+from ebbtide.tuner.answer.instructions import use, use_without_offload
 from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures
 from ebbtide.tuner.answer.timeline_view import view
-from ebbtide.tuner.answer.use import use, use_without_offload
 from ebbtide.tuner.answer.verdict import BY_KIND, Role, about, verdict
 from ebbtide.tuner.placements.checkpointing import check_failures, without_writers
 from ebbtide.tuner.placements.impossible import ImpossibleError

@@ -729,7 +729,7 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     Raises:
         ValueError: No possible configuration has the requested global batch (samples per optimizer step).
     """
-    from ebbtide.tuner.configurations.fixed import fixed_knobs
+    from ebbtide.tuner.configurations.fixed_settings import fixed_knobs
     from ebbtide.tuner.configurations.space import Configuration, Space
 
     fixed = fixed_knobs({}, request.ds_config or {}, request.global_batch)

@@ -16,8 +16,8 @@ from ebbtide.simulator.analysis.goodput import (
     expected_goodput,
 )
 from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.answer.instructions import emitted_config
 from ebbtide.tuner.answer.rows import stock_beside
-from ebbtide.tuner.answer.use import emitted_config
 from ebbtide.tuner.answer.verdict import role_of
 from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.placements.planning import plan as make_plan

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ebbtide.tuner.doctor.known_wrong import known_wrong
+from ebbtide.tuner.verify.comparison import NO_OFFLOAD, RunComparison, Verification
 from ebbtide.tuner.verify.differences import Difference
 from ebbtide.tuner.verify.run import RecordedRun
-from ebbtide.tuner.verify.sides import NO_OFFLOAD, RunComparison, Verification
 
 
 def screen(result: Verification) -> list[str]:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from ebbtide.simulator import preset, workload_from_model
+from ebbtide.tuner.answer.instructions import trainer, use
 from ebbtide.tuner.answer.report import show_plan, wide_console
-from ebbtide.tuner.answer.use import trainer, use
 from ebbtide.tuner.placements.planning import plan
 from ebbtide.tuner.service.requests import MODELS
 
