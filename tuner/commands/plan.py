@@ -181,10 +181,8 @@ def plan(
             _write_alone(one, emit_deepspeed, trained, notes, as_json=as_json)
             return
     result = _searched(work, measured, failures, options, notes)
-    all_notes = (
-        *notes,
-        *(() if faster is not None else _faster_lines(_faster(work, measured, result, options), work.job)),
-    )
+    others = [] if faster is not None else _faster(work, measured, result, options)
+    all_notes = (*notes, *_faster_lines(others, work.job))
     if why:
         all_notes += (*shadow_prices(work, with_storage(work, measured, options["storage"])[1], result),)
     result = result.model_copy(update={"reasons": (*result.reasons, *all_notes)})
