@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -491,7 +491,9 @@ class FakeTorch:
             if stream is DEFAULT:
                 yield
             else:
-                with _Queueing(self, stream, crossing):
+                # Inside a block of another stream, that one's queue does not count.
+                outside = nullcontext() if before is DEFAULT else _disable_current_modes()
+                with outside, _Queueing(self, stream, crossing):
                     yield
         finally:
             _current.stream = before

@@ -120,6 +120,28 @@ def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_d
     assert_same(outcome(attached(start(**options), MIX)), outcome(start(**options)))
 
 
+@pytest.mark.parametrize("case", ["clipping", "small_buckets"])
+def test_a_bucket_waits_for_all_streams_on_which_its_gradients_were_made(late_deepspeed, case):
+    # As under torch.compile, whose gradients come from several streams. Here, every second one comes late, on another.
+    ours = attached(engine_for(case, 2), MIX, **AHEAD)
+    optimizer, side, made = ours.optimizer, late_deepspeed.cuda.Stream(), []
+    reduce = optimizer.reduce_ready_partitions_and_remove_grads
+
+    def on_two_streams(param, *group):
+        made.append(param)
+        if len(made) % 2:
+            with late_deepspeed.on_stream(side):
+                param.grad.record_stream(side)
+                param.grad = param.grad.clone()
+                reduce(param, *group)
+        else:
+            reduce(param, *group)
+
+    optimizer.reduce_ready_partitions_and_remove_grads = on_two_streams
+    assert_same(outcome(ours), stock(case, 2))
+    assert side.ran > 20
+
+
 def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypatch):
     # The test replaces `CudaDevice.let_go`, which makes this call, by a function that does nothing. It trains under
     # ZeRO-3. Below ZeRO-3, DeepSpeed 0.19.8 makes the call itself when it averages a gradient, so the error would not
