@@ -11,8 +11,9 @@ and the result is the median of the turns. No number of this study is a GPU meas
 training thread issues copies of gradients as on CUDA, but no driver takes time.
 
 `ebbtide_over_stock` is the time under a plan that keeps all optimizer state in host memory, divided by DeepSpeed's, for
-the model with the higher ratio. `mixed` is the plan of the run on an H200. `bit_identical` compares fp32 masters,
-moments and losses after the last step.
+the model with the higher ratio. `mixed` is the plan of the run on an H200, and `fetched` keeps all parameters in host
+memory too. `phases_over_stock` has the ratios of forward, backward and `step()`, with which the simulator predicts
+(`simulator/estimates/rank.py`). `bit_identical` compares fp32 masters, moments and losses after the last step.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ def figures(by_layers: dict[int, dict[str, list[dict[str, Any]]]], ranks: int, t
     """Return the figures of the study from the runs of each model (by its number of layers) and variant."""
     models = {str(next(iter(runs.values()))[0]["parameters"]): _model(runs) for runs in by_layers.values()}
     first = next(iter(models.values()))
-    ratios = [key for key in first if key.endswith("_over_stock")]
+    ratios = [key for key in first if key.endswith("_over_stock") and key != "phases_over_stock"]
     return {
         "device_kind": "emulated",
         "ranks": ranks,
@@ -75,10 +76,15 @@ def _model(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for variant, some in runs.items()
     }
     found: dict[str, Any] = {}
-    for variant, stock in (("ebbtide", "stock"), ("mixed", "stock"), ("ebbtide-zero2", "stock-zero2")):
-        if variant in rows and stock in rows:
-            name = variant if stock == "stock" else "zero2_ebbtide"
-            found[f"{name}_over_stock"] = rows[variant]["total_ms"] / rows[stock]["total_ms"]
+    phases: dict[str, Any] = {}
+    for variant, row in rows.items():
+        stage = "-zero2" if variant.endswith("-zero2") else ""
+        stock = rows.get(f"stock{stage}")
+        if stock is None or variant == "torch" or stock is row:
+            continue
+        found[f"{'zero2_ebbtide' if stage else variant}_over_stock"] = row["total_ms"] / stock["total_ms"]
+        phases[variant] = {key.removesuffix("_ms"): row[key] / stock[key] for key in PHASES[:3]}
+    found["phases_over_stock"] = phases
     # ZeRO-2 rounds other sums than ZeRO-3 on several ranks, so each stage is compared with itself.
     stages = [[v for v in runs if v.endswith("-zero2")], [v for v in runs if not v.endswith("-zero2") and v != "torch"]]
     digests = [{run["digest"] for v in stage for run in runs[v]} for stage in stages]

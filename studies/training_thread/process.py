@@ -31,7 +31,7 @@ from studies.bench.bits import MOMENTS, digest
 from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig, ds_config
 from studies.bench.rank import become_only_rank
 
-VARIANTS = ("torch", "stock", "ebbtide", "mixed", "stock-zero2", "ebbtide-zero2")
+VARIANTS = ("torch", "stock", "ebbtide", "mixed", "fetched", "stock-zero2", "ebbtide-zero2")
 HIDDEN, SEQUENCE = 16, 8
 LAYER = 12 * HIDDEN * HIDDEN + 13 * HIDDEN
 WARM_UP = 10
@@ -187,7 +187,7 @@ def _engine(variant: str, model: ByteGPT) -> Any:
 
 def _ways(variant: str, count: int) -> list[dict[str, Any]]:
     if variant != "mixed":
-        return [{"count": count, "placement": "host"}]
+        return [{"count": count, "placement": "host", "parameters": "host" if variant == "fetched" else "device"}]
     resident = max(1, count * 4 // 14)  # as in the run on an H200
     return [
         {"count": resident, "placement": "resident"},
