@@ -72,12 +72,15 @@ class PauseRule:
         times: Times of the plan's iterations, predicted or measured.
         steps: Number of optimizer steps so far.
         clipped: Number of steps so far that clipped or overflowed.
+        kept, redone: Numbers of steps so far whose early updates were kept, and whose early updates were redone.
     """
 
     times: StepTimes = UNKNOWN
     steps: int = 0
     clipped: int = 0
     balance: float = field(init=False)
+    kept: int = field(init=False, default=0)
+    redone: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.balance = FIRST_BALANCE * self.times.costs
@@ -97,6 +100,7 @@ class PauseRule:
         self.balance += ALLOWANCE
         if right is not None:
             self.balance += self.times.saves if right else -self.times.costs
+            self.kept, self.redone = self.kept + right, self.redone + (not right)
         self.balance = min(self.balance, FULLEST_BALANCE * max(self.times.costs, ALLOWANCE))
 
     @property

@@ -9,7 +9,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,9 @@ def _by_phase(spans: list[Any]) -> list[dict[str, Any]]:
     return [dict(zip(PHASES, spans[start : start + len(PHASES)], strict=True)) for start in starts]
 
 
-def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
+def timed_step(
+    engine: Any, batch: Batch, clock: PhaseClock, before_step: Callable[[], None] = lambda: None
+) -> torch.Tensor:
     """Run one training step of a DeepSpeed engine, and mark the end of each phase on ``clock``.
 
     Return the detached loss.
@@ -174,6 +176,7 @@ def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
     clock.mark()
     engine.backward(loss)
     clock.mark()
+    before_step()
     engine.step()
     clock.mark()
     return loss.detach()

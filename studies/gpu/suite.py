@@ -16,6 +16,7 @@ from typing import Any
 
 from ebbtide.runtime.hardware import builds
 from ebbtide.simulator import Machine, Plan, Workload
+from ebbtide.simulator.workload import ASSUMED_CLIP_RATE
 
 from studies.bench.rank import remove_left_buffers
 
@@ -118,6 +119,8 @@ class Suite:
             str(self.subgroup),
             "--steps",
             str(self.steps),
+            "--clip-rate",
+            str(ASSUMED_CLIP_RATE),
             *device,
         ]
 

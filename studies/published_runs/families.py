@@ -5,7 +5,7 @@ from those of the held-out runs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
 
     A run is fitted if a constant of a machine preset was fitted to it, and held out otherwise. The dict has a second
     set of errors. They come from a simpler prediction, in which every GPU reaches the same fraction of its data
-    sheet's FLOP/s. The dict also has the percentage of runs with a measured time inside the predicted interval.
+    sheet's FLOP/s. The dict also has the percentage of runs with a measured time inside the predicted interval
+    (``interval_held_pct``), and the width that the intervals need (`interval_needed`).
     """
     return {
         family: {
@@ -64,18 +65,48 @@ def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, flo
         absolute value of the errors. ``needed``: width of the intervals, given as the standard deviation of normally
         distributed errors. It follows from ``root_mean_square`` and Student's t distribution.
     """
-    from scipy.stats import t
-
-    misses: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {}
     for run, said in judged:
         if run.family == family and not run.held_out:
-            source = run.fields["source"].split("/blob/")[0]
-            misses.setdefault(source, []).append(abs(math.log(said.seconds / run.measured_s)))
-    sources = len(misses)
-    root_mean_square = math.sqrt(float(np.mean([np.mean(np.square(own)) for own in misses.values()])))
-    largest = max(max(own) for own in misses.values())
-    needed = float(t.ppf(0.95, sources)) / NINETY_PERCENT * math.sqrt(1 + 1 / sources) * root_mean_square
-    return {"sources": sources, "root_mean_square": root_mean_square, "largest": largest, "needed": needed}
+            found.setdefault(_source(run), []).append(math.log(run.measured_s / said.seconds))
+    largest = max(abs(error) for own in found.values() for error in own)
+    return {
+        "sources": len(found),
+        "root_mean_square": _root_mean_square(found),
+        "largest": largest,
+        "needed": _needed(found),
+    }
+
+
+def _source(run: TrainingRun) -> str:
+    return run.fields["source"].split("/blob/")[0]
+
+
+def _root_mean_square(errors: Mapping[str, Sequence[float]]) -> float:
+    return math.sqrt(float(np.mean([np.mean(np.square(own)) for own in errors.values()])))
+
+
+def _needed(errors: Mapping[str, Sequence[float]]) -> float:
+    """Return the standard deviation with which an interval holds nine in ten runs of a further source."""
+    from scipy.stats import t
+
+    sources = len(errors)
+    return float(t.ppf(0.95, sources)) / NINETY_PERCENT * math.sqrt(1 + 1 / sources) * _root_mean_square(errors)
+
+
+def interval_needed(judged: Sequence[Judged]) -> float:
+    """Return the width that the prediction intervals of training runs need, divided by the width that they have.
+
+    Widths are logarithmic. The intervals should hold the measured times of nine in ten further sources. Runs of one
+    source resemble each other. So a family with few sources needs intervals that hold all of its runs: a number below 1
+    says that the intervals may be narrower, and 1 that their width is right.
+    """
+    found: dict[str, list[float]] = {}
+    for run, said in judged:
+        off = math.log(run.measured_s / math.sqrt(said.low_s * said.high_s))
+        half = math.log(said.high_s / said.low_s) / 2 / NINETY_PERCENT
+        found.setdefault(_source(run), []).append(off / half)
+    return _needed(found)
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -125,7 +156,9 @@ def _figures(judged: Sequence[Judged]) -> dict[str, Any]:
     return {
         **found,
         "one_share": errors(said.one_share_s / run.measured_s - 1 for run, said in judged),
+        "sources": len({_source(run) for run, _ in judged}),
         "interval_held_pct": 100 * float(np.mean([_holds(run, said) for run, said in judged])),
+        "interval_needed": interval_needed(judged),
         "median_high_over_low": float(np.median([said.high_s / said.low_s for _, said in judged])),
     }
 

@@ -9,8 +9,10 @@ attention adds numbers in a varying order.
 """
 
 import argparse
+import math
 import resource
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_eng
 from studies.bench.phase_clock import PhaseClock, TrainingThreads, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
+from studies.trials.emulated_training import set_clipping
 
 WARMUP = 3
 INEXACT = ("zenflow", "torchao", "deepcompile")
@@ -56,6 +59,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
+    parser.add_argument(
+        "--clip-rate",
+        type=float,
+        help="fraction of the steps that clip, evenly spread, if clipping is on (default: the gradient norm decides)",
+    )
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="ZeRO stage")
     parser.add_argument("--offload-param", action="store_true", help="keep parameters in host memory")
     parser.add_argument(
@@ -123,7 +131,7 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     if session is not None and args.unbound:
         session.device.backward_threads = BackwardThreads()
     before = allocator_calls()
-    run = timed(engine, batches, 0, args.steps, args.accumulation, TrainingThreads())
+    run = timed(engine, batches, 0, args, TrainingThreads())
     after = allocator_calls()
     if args.timeline and hasattr(engine.optimizer, "timeline"):
         engine.optimizer.timeline().to_perfetto(args.timeline)
@@ -147,6 +155,7 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         "iterations": run.steps,
         "bound_to": None if session is None else [*session.device.backward_threads.cores],
         "phases": run.threads,
+        **early_updates(session),
     }
     engine.destroy()
     return figures
@@ -181,15 +190,39 @@ class RunTimes:
     loss: float
 
 
+def early_updates(session: Any) -> dict[str, Any]:
+    """Return how many steps clipped, and in how many the early updates were kept, redone or paused.
+
+    The numbers include the warm-up steps. The dict is empty without a plan.
+    """
+    if session is None:
+        return {}
+    rule, early = session.pausing, any(session.plan.updated_early)
+    return {
+        "steps_that_clipped": rule.clipped,
+        "early_updates_kept": rule.kept,
+        "early_updates_redone": rule.redone,
+        "early_updates_paused": rule.steps - rule.kept - rule.redone if early else 0,
+    }
+
+
+def clips(number: int, rate: float) -> bool:
+    """Return True if a step clips, so that the fraction ``rate`` of the steps does, evenly spread and not the first."""
+    return math.floor((number + 1) * rate) > math.floor(number * rate)
+
+
 def timed(
-    engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1, threads: TrainingThreads | None = None
+    engine: Any, batches: Batches, first: int, args: argparse.Namespace, threads: TrainingThreads | None = None
 ) -> RunTimes:
     """Train with an engine, and return the times.
 
     Args:
-        first: Number of the first batch. A step takes ``accumulation`` batches.
+        first: Number of the first batch. A step takes ``args.accumulation`` batches.
         threads: The training threads. By default, they are those of this process, and are not bound.
     """
+    steps, accumulation = args.steps, args.accumulation
+    told = args.clip_rate is not None and args.clipping and args.variant != "torchao"
+    decided = partial(clips, rate=args.clip_rate) if told else None
     clock, loss = PhaseClock(torch.cuda.is_available(), threads or TrainingThreads()), torch.zeros(())
     # Made before the steps, because the time between two steps belongs to no phase, and updates would continue in it.
     numbers = range(first, first + (WARMUP + steps) * accumulation)
@@ -197,7 +230,8 @@ def timed(
     for number, batch in enumerate(made):
         if number == WARMUP * accumulation:
             reset_peak()  # the peak of training, not that of building the model
-        loss = timed_step(engine, batch, clock)
+        set_clipping(engine, decided and (lambda _: False), number)  # backward must not know whether the step clips
+        loss = timed_step(engine, batch, clock, partial(set_clipping, engine, decided, number // accumulation))
     if hasattr(engine.optimizer, "wait"):
         engine.optimizer.wait()
     rows = clock.iterations()

@@ -15,7 +15,7 @@ from ebbtide.simulator import Plan
 from studies.bench.byte_gpt import SIZES, Batches
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.trials.offload_trial import WARMUP, arguments, make_engine, settle, timed
+from studies.trials.offload_trial import WARMUP, arguments, early_updates, make_engine, settle, timed
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def trials(args: argparse.Namespace) -> Any:
     batches, number = Batches(args.micro_batch, SIZES[args.size].sequence), 0
     for name, plan in plans.items():
         switch_plan(engine, plan)
-        run = timed(engine, batches, number, args.steps, args.accumulation)
+        run = timed(engine, batches, number, args)
         number += (WARMUP + args.steps) * args.accumulation
         yield {
             "name": name.removesuffix(".plan.json").split("_", 1)[1],
@@ -52,6 +52,7 @@ def trials(args: argparse.Namespace) -> Any:
             "loss": run.loss,
             "steps": args.steps,
             "phases": run.threads,
+            **early_updates(engine.optimizer._ebbtide),
         }
     engine.destroy()
 

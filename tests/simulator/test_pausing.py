@@ -10,7 +10,7 @@ from ebbtide.simulator import Plan, simulate
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.footprint import footprint
-from ebbtide.simulator.update.pausing import PauseRule, StepTimes
+from ebbtide.simulator.update.pausing import FIRST_BALANCE, PauseRule, StepTimes
 
 from tests.machines import machine, workload
 
@@ -98,6 +98,7 @@ def test_after_a_burst_early_updates_come_back():
     assert 10 < paused < 100
     rule.stepped(True)
     assert rule.on
+    assert (rule.kept, rule.redone) == (1, FIRST_BALANCE)
 
 
 def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm():

@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from ebbtide.runtime import session_of
 from ebbtide.runtime.hardware import builds
 
 from studies.gpu import __main__ as command
@@ -20,6 +21,7 @@ from studies.gpu.parts import BUDGET_S, PARTS, SECTIONS, sections_of
 from studies.gpu.smoke import Synchronisations, _unequal, kernel_bits, one_step, ops, overlap
 from studies.gpu.speed import against_control
 from studies.gpu.suite import OutOfTimeError, Suite
+from studies.trials import offload_trial
 from studies.trials.offload_trial import make_engine, same_sums
 
 REHEARSED = ["ablation"]  # `python -m studies.gpu --rehearse` runs every part
@@ -188,6 +190,27 @@ def test_a_trial_is_not_measured_twice(suite, monkeypatch):
     assert len(ran) == 1
     suite.trial("stock", "--variant", "stock", "--clipping", "0")
     assert len(ran) == 2, "a trial with other arguments must run again"
+
+
+def test_a_trial_clips_at_its_rate_and_tells_what_became_of_early_updates(tmp_path, only_rank):
+    rows = {}
+    for variant in ("stock", "ebbtide"):
+        arguments = ["--json", str(tmp_path / "row.json"), "--device", "emulated", "--subgroup", "20000"]
+        args = offload_trial.arguments().parse_args([*arguments, "--variant", variant, "--clip-rate", "0.5"])
+        if variant == "ebbtide":
+            engine = make_engine(args)
+            plan = session_of(engine).plan.with_bits(early=True)
+            engine.destroy()
+            args.plan = tmp_path / "plan.json"
+            plan.save(args.plan)
+        rows[variant] = offload_trial.trial(args)
+    stock, ours = rows.values()
+    assert "early_updates_kept" not in stock
+    assert ours["hash"] == stock["hash"]
+    assert ours["steps_that_clipped"] == 5  # of 3 and 8
+    assert ours["early_updates_kept"] > 0 < ours["early_updates_redone"]
+    told = [ours[f"early_updates_{name}"] for name in ("kept", "redone", "paused")]
+    assert sum(told) == 11
 
 
 def test_plans_that_a_process_did_not_reach_are_rows_that_say_so(suite, monkeypatch):

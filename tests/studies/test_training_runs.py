@@ -38,12 +38,11 @@ def test_every_row_has_a_source_and_a_preset(runs):
 
 
 def quick(run):
-    """Return the predicted iteration time and GPU memory of a published run, without the interval of the
-    prediction, to save time.
-    """
+    """Return the predicted iteration time and GPU memory of a published run, with a made-up interval, to save time."""
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
-    return RunPrediction(result.iteration_s, 1e-9, 1e-9, result.iteration_s, result.device_peak_bytes / 2**30)
+    ends = result.iteration_s / 2, result.iteration_s * 2
+    return RunPrediction(result.iteration_s, *ends, result.iteration_s, result.device_peak_bytes / 2**30)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +94,19 @@ def test_a_spread_by_hand(judged):
     pair = [(run, RunPrediction(f * run.measured_s, 1, 1, 1, 1)) for run, f in ((one, 1.0), (other, 2.0), (other, 2.0))]
     expected = math.log(2) / math.sqrt(2) * 2.92 / 1.6449 * math.sqrt(1.5)
     assert families.spread(pair)["needed"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_width_that_intervals_need_by_hand(judged):
+    own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "h100"}
+    one, other = [*own.values()][:2]
+    measured_s = one.measured_s
+    # Four runs of one source lie at the ends of their intervals, and one run of another source in the middle.
+    made = [(one, RunPrediction(1, measured_s / 4, measured_s, 1, 1))] * 4
+    made.append((other, RunPrediction(1, other.measured_s / 3, other.measured_s * 3, 1, 1)))
+    expected = 1.6449 / math.sqrt(2) * 2.92 / 1.6449 * math.sqrt(1.5)
+    assert families.interval_needed(made) == pytest.approx(expected, rel=1e-3)
+    wider = [(run, dataclasses.replace(said, low_s=said.low_s / 2, high_s=said.high_s * 2)) for run, said in made]
+    assert families.interval_needed(wider) < families.interval_needed(made)
 
 
 def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
