@@ -10,7 +10,7 @@ from ebbtide import estimate
 from ebbtide.simulator import ModelError
 from ebbtide.simulator.estimates.deepspeed_keys import _UNCOUNTED, check_counted, loaded, of_accelerate, read_file
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.service.requests import Answer, job_of
+from ebbtide.tuner.service.requests import Answer
 
 CPU = {"device": "cpu"}
 
@@ -105,7 +105,7 @@ def test_every_door_refuses_what_it_cannot_count(tmp_path, more):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"DeepSpeed|absent") as refused:
-        job_of(Answer(model="Llama 3 8B", machine="rtx4090", ds_config=config))
+        _ = Answer(model="Llama 3 8B", machine="rtx4090", ds_config=config).job
     for command in ("plan", "simulate", "search"):
         flags = ["--machine", "rtx4090", "--model", "Llama 3 8B", "--ds-config", str(path)]
         done = CliRunner().invoke(main, [command, *flags])
@@ -123,10 +123,10 @@ def test_every_door_answers_for_accelerates_config(tmp_path):
     assert simulated["strategy"] == "zero3_offload"
     body = {"machine": "h100", "model": "Llama 3.2 1B", "sequence": 512}
     given = yaml.safe_load(path.read_text())
-    job = job_of(Answer(**body, ds_config=given))
-    more = job_of(Answer(**body, ds_config={**given, "num_processes": 8}))
+    job = Answer(**body, ds_config=given).job
+    more = Answer(**body, ds_config={**given, "num_processes": 8}).job
     assert any("for 8 processes, and the answer for 1" in note for note in more.notes)
-    assert job_of(Answer(**body, gpus=8, ds_config={**given, "num_processes": 8})).notes == job.notes
+    assert Answer(**body, gpus=8, ds_config={**given, "num_processes": 8}).job.notes == job.notes
     assert (job.zero_stage, job.accumulation, job.clip, job.precision) == (3, 4, 0.5, "bf16")
     told = estimate("Llama 3.2 1B", batch=1, sequence=512, gpu="h100", ds_config=path)
     assert told.iteration_s == pytest.approx(simulated["iteration_s"])

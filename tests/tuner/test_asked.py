@@ -22,7 +22,7 @@ from ebbtide.tuner.cli import COMMANDS, main
 from ebbtide.tuner.lazy_group import PATHS
 from ebbtide.tuner.quantities import size_bytes
 from ebbtide.tuner.service import answers
-from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf, job_of, machine_of
+from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf, machine_of
 
 MODEL = "Llama 3.2 1B"
 
@@ -45,11 +45,17 @@ def test_the_preset_of_n_cards_means_n_gpus_at_every_door(name, gpus):
     assert f" on {gpus} x {card}" in told["about"] or f" on {gpus} of 4 x {card}" in told["about"]
     work = workload_from_model(MODEL, preset(name), sequence=256)
     assert work.ranks_per_node == gpus
-    assert job_of(Answer(machine=name, model=MODEL)).data_parallel == gpus
+    assert Answer(machine=name, model=MODEL).job.data_parallel == gpus
     assert ebbtide.estimate(MODEL, batch=1, sequence=256, gpu=name).about == told["about"]
     one = json.loads(tune("simulate", *asked, "--data-parallel", 1, "--json").stdout)
     assert one["about"] == told["about"].replace(f"on {gpus} x", f"on 1 of {gpus} x" if gpus > 1 else "on 1 x")
-    assert job_of(Answer(machine=name, model=MODEL, gpus=1)).data_parallel == 1
+    assert Answer(machine=name, model=MODEL, gpus=1).job.data_parallel == 1
+
+
+def test_a_request_makes_its_job_once_and_a_changed_copy_makes_another():
+    request = Answer(machine="h200", model=MODEL, accumulation=2)
+    assert request.job is request.job
+    assert request.model_copy(update={"accumulation": 4}).job.accumulation == 4
 
 
 def test_more_gpus_than_a_preset_has_name_the_preset_with_so_many():

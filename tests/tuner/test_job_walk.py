@@ -13,7 +13,7 @@ from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.offloading import offloading
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.inputs import given, options_of
-from ebbtide.tuner.service.requests import Request, Scenario, fields_of_a_job, job_of
+from ebbtide.tuner.service.requests import Request, Scenario, fields_of_a_job
 from pydantic import create_model
 
 # The loss and the layers are large enough that each setting of theirs counts.
@@ -96,10 +96,8 @@ def test_every_setting_is_given_by_its_flag_and_by_its_field_of_a_request(settin
     assert given(about, "no field") == {}
     if setting.http is not None:
         sent = {setting.http: setting.value(value, setting.http)}
-        job = job_of(Scenario(machine="h200", model=TINY, **sent))
-        assert (
-            getattr(job, setting.name) == value != getattr(job_of(Scenario(machine="h200", model=TINY)), setting.name)
-        )
+        job = Scenario(machine="h200", model=TINY, **sent).job
+        assert getattr(job, setting.name) == value != getattr(Scenario(machine="h200", model=TINY).job, setting.name)
 
 
 @pytest.mark.parametrize("name", ["plan", "simulate", "calibrate"])

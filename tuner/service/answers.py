@@ -56,7 +56,6 @@ from ebbtide.tuner.service.requests import (
     WhatIfJob,
     check_plannable,
     fields_of,
-    job_of,
     machine_of,
     model_of,
     notes_of,
@@ -202,7 +201,7 @@ def ways_out(request: Scenario, progress: ShowProgress) -> dict[str, Any]:
 
 
 def _own_job(request: Scenario) -> Job:
-    job = job_of(request)
+    job = request.job
     return job if request.subgroup_size is None else job.changed(sub_group_size=request.subgroup_size)
 
 
@@ -318,7 +317,7 @@ def _about_machine(machine: Machine) -> dict[str, Any]:
 
 
 def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
-    arch = job_of(request).architecture if request.workload is None else None
+    arch = request.job.architecture if request.workload is None else None
     return {
         **{name: getattr(workload, name) for name in WORKLOAD_FACTS},
         "model_params": arch and sum(block.elements for block in arch.blocks()),

@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from ebbtide.simulator.limits import MIB
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.service.requests import (
-    ITERATIONS,
-    MOST_SUBGROUPS,
-    Scenario,
-    SearchJob,
-    Simulate,
-    WhatIf,
-    job_of,
-    params_of,
-)
+from ebbtide.tuner.service.requests import ITERATIONS, MOST_SUBGROUPS, Scenario, SearchJob, Simulate, WhatIf, params_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def _ops(scenario: Scenario) -> tuple[int, int, int]:
     elif scenario.workload is not None:  # a name that was not replaced by its workload, which is refused later
         return 0, 0, 0
     else:
-        job = job_of(scenario)
+        job = scenario.job
         layers, micro = job.architecture.layers + 2, job.accumulation
         params = params_of(job)
         subgroups = math.ceil(layers / 4) + 16 + params // job.sub_group_size

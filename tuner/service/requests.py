@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH, of_accelerate
@@ -229,6 +229,35 @@ class Scenario(_OfAJob):
         self._needs("without keep_activations", not self.keep_activations, "recompute_share")
         self._needs("with flash_attention", self.flash_attention, "flash_version")
         return self
+
+    @cached_property
+    def job(self) -> Job:
+        """Return the training job that a request to the planning service describes. A request makes it once.
+
+        Raises:
+            ValueError: The model or the DeepSpeed config cannot be used.
+        """
+        config = self.ds_config
+        if config is not None and (kind := kind_of(config)) not in ("", DEEPSPEED_CONFIG):
+            raise RuleError(
+                f"ds_config must be a DeepSpeed config, but is {kind}. Send a DeepSpeed config", "ds_config"
+            )
+        if isinstance(self, SearchJob) and config is not None:  # a search may vary the batch sizes
+            varied = {WHOLE_BATCH, *(key for knob, key in BATCH_KEYS.items() if knob in self.free)}
+            config = {key: value for key, value in config.items() if key not in varied}
+        model = model_of(self)
+        with _as_asked(), _as_sent(model):
+            shape = shape_of(self)
+            ranks = shape.get("data_parallel") or default_ranks(machine_of(self), shape)
+            job = Job.of_deepspeed(model, config, **{**shape, "data_parallel": ranks})
+        _check_cut(params_of(job), job.sub_group_size)
+        return job
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy of the request. Its job is made anew, because `update` may change a setting."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("job", None)
+        return copied
 
 
 def _check_size(workload: Workload) -> None:
@@ -569,7 +598,7 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
     if isinstance(workload, str):
         raise RuleError(f"workload must be a name that GET /api/v1/models lists, but got {workload!r}", key="workload")
     if workload is None:
-        workload = estimated(job_of(scenario), machine)
+        workload = estimated(scenario.job, machine)
     else:
         workload = started(workload, scenario.launcher, scenario.omp_threads, scenario.clip_rate)
     if scenario.subgroup_size is not None:
@@ -654,7 +683,7 @@ def _largest(config: Mapping[str, Any], *names: str) -> int:
 
 def offload_of(scenario: Scenario) -> Offloading:
     """Return the offload settings in the DeepSpeed config of a request to the planning service."""
-    return offloading(None) if scenario.ds_config is None else job_of(scenario).offload
+    return offloading(None) if scenario.ds_config is None else scenario.job.offload
 
 
 def storage_of(scenario: Scenario) -> dict[str, int]:
@@ -675,27 +704,6 @@ def shape_of(scenario: Scenario) -> dict[str, Any]:
     return {one.name: one.value(value, one.http or "") for one, value in given.items() if value is not None}
 
 
-def job_of(scenario: Scenario) -> Job:
-    """Return the training job that a request to the planning service describes.
-
-    Raises:
-        ValueError: The model or the DeepSpeed config cannot be used.
-    """
-    config = scenario.ds_config
-    if config is not None and (kind := kind_of(config)) not in ("", DEEPSPEED_CONFIG):
-        raise RuleError(f"ds_config must be a DeepSpeed config, but is {kind}. Send a DeepSpeed config", "ds_config")
-    if isinstance(scenario, SearchJob) and config is not None:  # a search may vary the batch sizes
-        varied = {WHOLE_BATCH, *(key for knob, key in BATCH_KEYS.items() if knob in scenario.free)}
-        config = {key: value for key, value in config.items() if key not in varied}
-    model = model_of(scenario)
-    with _as_asked(), _as_sent(model):
-        shape = shape_of(scenario)
-        ranks = shape.get("data_parallel") or default_ranks(machine_of(scenario), shape)
-        job = Job.of_deepspeed(model, config, **{**shape, "data_parallel": ranks})
-    _check_cut(params_of(job), job.sub_group_size)
-    return job
-
-
 def params_of(job: Job) -> int:
     """Return the number of elements of one rank's partition of a training job's model."""
     params = sum(sum(block.params) for block in job.architecture.blocks())
@@ -708,7 +716,7 @@ def check_plannable(scenario: Scenario) -> None:
     Raises:
         ValueError: No plan can be applied. The message names the key to change.
     """
-    job = None if scenario.ds_config is None else job_of(scenario)
+    job = None if scenario.ds_config is None else scenario.job
     if job is not None and (refusal := plan_refusal(job.config, job.offload)):
         raise RuleError(refusal, "ds_config")
 
