@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.profiler.watcher import PhaseHooks, PlainTimer, ProfiledStep, Watcher, hooks_lengthen_steps
-from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
+from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, partitions_parameters, workload_of
 from ebbtide.runtime.hardware.launcher import world_size
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import Workload
@@ -246,7 +246,8 @@ class _WithoutHooks:
         from ebbtide.runtime.zero.checks import private
         from ebbtide.runtime.zero.one_rank.alone import take_hooks_off
 
-        self.gathers = private.gathers(self._engine.optimizer) or self.gathers
+        if partitions_parameters(self._engine.optimizer):
+            self.gathers = private.gathers(self._engine.optimizer) or self.gathers
         self.on = take_hooks_off(self._engine)
         return self.on
 

@@ -186,7 +186,7 @@ class ProfiledScript:
             )
         if not self._written:
             raise ScriptError(
-                f"the script must take at least {needed} optimizer steps on a DeepSpeed ZeRO-3 "
+                f"the script must take at least {needed} optimizer steps on a DeepSpeed "
                 f"engine (--iterations), but ended after {steps}: nothing was written"
             )
 

@@ -1,4 +1,4 @@
-"""The conversion of recorded training steps of a DeepSpeed ZeRO-3 engine into a workload for the planner."""
+"""The conversion of recorded training steps of a DeepSpeed ZeRO engine into a workload for the planner."""
 
 import statistics
 import time
@@ -17,13 +17,14 @@ from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered
+from ebbtide.simulator.subgroups import cut_flat
 from ebbtide.simulator.workload import Layer, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps, and the allocators need two more to settle.
 WARMUP_STEPS = 4
 UNCACHED_BYTES = 2**30  # bytes of gradients and their copies, which do not fit into most caches
 LEAST_STEPS = 3  # steps needed to estimate their spread
-_STOCK_OPTIMIZERS = ("DeepSpeedZeroOptimizer_Stage3",)
+_STOCK_OPTIMIZERS = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeroOptimizer")
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -36,17 +37,16 @@ def check_iterations(iterations: int) -> None:
 def check_engine(engine: Any) -> None:
     """Raise ValueError if a DeepSpeed engine's configuration cannot be profiled. The message names the config key."""
     kind = type(engine.optimizer).__name__
-    if not hasattr(engine.optimizer, "fp16_partitioned_groups_flat_numel"):
-        raise ValueError(
-            f"an engine to profile must run ZeRO-3, but got an engine with the optimizer {kind}. Set "
-            "zero_optimization.stage to 3. For ZeRO-1 and 2, train with ebbtide.runtime.initialize(plan='auto'), "
-            "which needs no profile"
-        )
     if kind not in _STOCK_OPTIMIZERS:
         raise ValueError(
-            "the engine must run stock ZeRO-3 (neither zero_optimization.zenflow nor "
+            "the engine must run stock ZeRO-1, 2 or 3 (neither zero_optimization.zenflow nor "
             "zero_optimization.offload_optimizer.super_offload nor ebbtide.runtime.attach), but its "
-            f"optimizer is {kind}"
+            f"optimizer is {kind}. Set zero_optimization.stage to 1, 2 or 3"
+        )
+    if not partitions_parameters(engine.optimizer) and world_size() > 1:
+        raise ValueError(
+            f"an engine with ZeRO-{engine.zero_optimization_stage()} can be profiled on one rank only, but this job "
+            f"has {world_size()}. Train with ebbtide.runtime.initialize(plan='auto'), which needs no profile"
         )
     for key, settings in (
         ("offload_optimizer", engine.zero_offload_optimizer()),
@@ -79,7 +79,8 @@ def workload_of(engine: Any, traces: list[ProfiledStep], name: str, gathers: Gat
     own_s = 0.0 if torch.cuda.is_available() else _own_gradient_path_s(optimizer, micro)
     backward_s = _backward_s(plain, traces)
     stock_extra_s = max(0.0, _median(t.phases["backward"] for t in timed) - backward_s)
-    gathers = gathers or private.gathers(optimizer)
+    if gathers is None and partitions_parameters(optimizer):
+        gathers = private.gathers(optimizer)
     seconds = {"forward_s": forward_s, "backward_s": backward_s + own_s}
     if bare:
         seconds["planned_forward_s"] = _median(t.phases["forward"] for t in bare)
@@ -114,10 +115,17 @@ def _settings(engine: Any) -> dict[str, Any]:
     from ebbtide.runtime.zero.checks.other_steps import recomputes
 
     optimizer, ranks = engine.optimizer, local_ranks()
+    groups = [[elements for _, elements in group] for group in _held(optimizer)]
+    if partitions_parameters(optimizer):
+        subgroups, size = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel], int(optimizer.sub_group_size)
+    else:  # DeepSpeed has one flat partition of each group, which a plan cuts at any element
+        groups, size = [[sum(group)] for group in groups], int(engine.zero_sub_group_size())
+        subgroups = cut_flat([sum(group) for group in groups], size)
     return {
-        "subgroups": tuple(int(n) for n in optimizer.fp16_partitioned_groups_flat_numel),
-        "subgroup_size": int(optimizer.sub_group_size),
-        "parameters": _parameters(optimizer),
+        "subgroups": tuple(subgroups),
+        "subgroup_size": size,
+        "parameters": tuple(map(tuple, groups)),
+        "zero_stage": engine.zero_optimization_stage(),
         "wire_dtype": _WIRE.get(optimizer.dtype, "fp32"),
         "grad_bytes_per_param": optimizer.gradient_accumulation_dtype.itemsize,
         "clip": optimizer.clip_grad > 0,
@@ -140,7 +148,7 @@ def _bucket_params(optimizer: Any) -> dict[str, int]:
     """
     own = int(optimizer.reduce_bucket_size)
     planned = planned_bucket(world_size()) if own == REDUCE_BUCKET_ELEMENTS else None
-    return bucket_fields(own, planned, int(optimizer.partition_count))
+    return bucket_fields(own, planned, int(optimizer.partition_count) if partitions_parameters(optimizer) else 1)
 
 
 def _backward_s(plain: list[ProfiledStep], watched: list[ProfiledStep]) -> float:
@@ -176,12 +184,29 @@ def _fewer_threads() -> int | None:
     return threads if threads < len(near_cores(None)) else None
 
 
-def _parameters(optimizer: Any) -> tuple[tuple[int, ...], ...]:
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index, subgroup in enumerate(optimizer.fp16_groups):
-        sizes = [int(param.partition_numel()) for param in subgroup]
-        groups[optimizer.sub_group_to_group_id[index]] += sizes
-    return tuple(tuple(sizes) for sizes in groups.values())
+def partitions_parameters(optimizer: Any) -> bool:
+    """Return whether an optimizer is ZeRO-3's."""
+    return hasattr(optimizer, "fp16_partitioned_groups_flat_numel")
+
+
+def _held(optimizer: Any) -> list[list[tuple[Any, int]]]:
+    """Return the parameters of each group in the order of the optimizer state, with this rank's elements of each.
+
+    Below ZeRO-3 they include the padding behind the parameter.
+    """
+    if partitions_parameters(optimizer):
+        groups: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        for index, subgroup in enumerate(optimizer.fp16_groups):
+            held = [(param, int(param.partition_numel())) for param in subgroup]
+            groups[optimizer.sub_group_to_group_id[index]] += held
+        return list(groups.values())
+    rows = zip(
+        optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, optimizer.partition_size, strict=True
+    )
+    return [
+        [(param, int(end - begin)) for param, begin, end in zip(params, begins, [*begins[1:], size], strict=True)]
+        for params, begins, size in rows
+    ]
 
 
 def _phase_times(traces: list[ProfiledStep]) -> tuple[dict[str, Quantity], list[str]]:
@@ -234,7 +259,7 @@ def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
     Only about 0.5 GiB of gradients is measured, and both times are scaled to all gradients. With their copies,
     these gradients exceed most CPU caches.
     """
-    sizes = [int(flat.numel()) for flat in optimizer.fp16_partitioned_groups_flat]
+    sizes = [sum(elements for _, elements in group) for group in _held(optimizer)]
     pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype
     copy_s = norm_s = taken = 0.0
     for size in sizes:
@@ -260,18 +285,18 @@ def _layers(
     """
     names = {param: name for name, param in engine.module.named_parameters()}
     unit_names = [name for name, _ in units(engine.module)]
-    ordered = [p for group in engine.optimizer.fp16_groups for p in group]
-    owners = [unit_of(names.get(p, ""), unit_names) for p in ordered]
+    ordered = [pair for group in _held(engine.optimizer) for pair in group]
+    owners = [unit_of(names.get(param, ""), unit_names) for param, _ in ordered]
     elements: dict[str, int] = defaultdict(int)
-    for param, owner in zip(ordered, owners, strict=True):
-        elements[owner] += int(param.partition_numel())
+    for (_, size), owner in zip(ordered, owners, strict=True):
+        elements[owner] += size
     seconds = {n: _median(trace.units.get(n, 0.0) for trace in traces) for n in set(owners)}
     held = _activations(unit_names, set(owners), traces)
     timed_s = sum(seconds.values()) or 1.0
     layers = []
     for owner, run in groupby(zip(ordered, owners, strict=True), key=lambda pair: pair[1]):
-        pieces = [(param.ds_id, int(param.partition_numel())) for param, _ in run]
-        size = sum(elements for _, elements in pieces)
+        held_here = [pair for pair, _ in run]
+        size = sum(n for _, n in held_here)
         part = size / elements[owner]
         share = seconds[owner] / timed_s * part
         layers.append(
@@ -280,7 +305,7 @@ def _layers(
                 params=size,
                 **{name: whole_s * share for name, whole_s in passes.items()},
                 activation_bytes=int(held[owner] * part),
-                **({} if gathers is None else gathers.of_layer(pieces)),
+                **({} if gathers is None else gathers.of_layer((param.ds_id, n) for param, n in held_here)),
             )
         )
     return tuple(layers)

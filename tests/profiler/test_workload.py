@@ -9,6 +9,7 @@ import torch
 from ebbtide.profiler import SampledProfile, profile_engine
 from ebbtide.profiler.watcher import units
 from ebbtide.profiler.workload import _own_gradient_path_s
+from ebbtide.runtime.zero.flat_partitions import subgroups_of
 
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
@@ -53,6 +54,33 @@ def test_a_live_engine(only_rank, accumulation):
     engine.destroy()
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_live_engine_below_zero_3(only_rank, stage, accumulation):
+    engine = start(ByteGPT(ONE_BLOCK), stage=stage, accumulation=accumulation)
+    batches, numbers = Batches(2, 32), iter(range(10**6))
+
+    def one_step(live):
+        for _ in range(accumulation):
+            train_step(live, batches.at(next(numbers)))
+
+    before = set(vars(engine.optimizer))
+    work = profile_engine(engine, one_step, iterations=2)
+    assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    assert set(vars(engine.optimizer)) - before <= {"_global_grad_norm"}, "the profiler's wrappers must be removed"
+    assert (work.zero_stage, work.live_params, work.gradient_accumulation_steps) == (stage, None, accumulation)
+    assert work.params == sum(map(int, engine.optimizer.partition_size))
+    held = {name: sum(p.numel() for p in module.parameters()) for name, module in units(engine.module)}
+    padding = work.params - sum(held.values())
+    assert {layer.name: layer.params for layer in work.layers[:-1]} == dict(list(held.items())[:-1])
+    assert work.layers[-1].params == held["head"] + padding
+    assert work.planned.backward_s > 0
+    for size in (SUBGROUP, 7_001):
+        assert work.recut(size).subgroups == subgroups_of(engine.optimizer, size), "a plan for it must fit"
+    one_step(engine)
+    engine.destroy()
+
+
 def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
     """Check the profiled time in which gradients are copied to the host and their norm is computed.
 
@@ -61,7 +89,9 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
     of them.
     """
     clock, flats = itertools.count(), [torch.empty(n) for n in (100, 300, 100)]
-    optimizer = SimpleNamespace(fp16_partitioned_groups_flat=flats, gradient_accumulation_dtype=torch.bfloat16)
+    held = {"round_robin_bit16_groups": [[flat] for flat in flats], "round_robin_bit16_offsets": [[0]] * len(flats)}
+    held["partition_size"] = [flat.numel() for flat in flats]
+    optimizer = SimpleNamespace(gradient_accumulation_dtype=torch.bfloat16, **held)
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # each reading of the clock adds one second
     assert _own_gradient_path_s(optimizer, micro=1) == 3 + 3
     assert _own_gradient_path_s(optimizer, micro=4) == 4 * 3 + 3
@@ -96,7 +126,10 @@ def test_what_a_live_engine_gathers_again(only_rank, reuse):
 
 
 @pytest.mark.parametrize("recompute", [None, False, True])
-@pytest.mark.parametrize("options", [{}, {"stage3_param_persistence_threshold": 0, "accumulation": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stage3_param_persistence_threshold": 0, "accumulation": 2}, {"stage": 1}, {"stage": 2, "accumulation": 2}],
+)
 def test_profiling_changes_no_bit(only_rank, recompute, options):
     """Check the bits of steps with and without DeepSpeed's hooks on modules, and of those after them."""
 
@@ -112,7 +145,10 @@ def test_profiling_changes_no_bit(only_rank, recompute, options):
     for profiled in (False, True):
         losses, left = [], iter(batches)
         torch.manual_seed(0)  # before the model: some of its weights are random
-        engine = start(Reads(recompute), clipping=0.5, micro_batch=2, **options)
+        model = Reads(recompute)
+        for block in model.blocks:
+            block.attention.zero3 = "stage" not in options
+        engine = start(model, clipping=0.5, micro_batch=2, **options)
         torch.manual_seed(5)
         if profiled:
             work = profile_engine(engine, lambda live, left=left: train_on(live, itertools.islice(left, micro)), 2)
@@ -166,13 +202,13 @@ def test_what_a_module_costs_the_host_counts_where_a_device_computes(only_rank, 
     engine.destroy()
 
 
-def test_what_is_no_zero3_engine_is_refused():
+def test_what_is_no_zero_engine_is_refused():
     class Engine:
         optimizer = object()
 
-    with pytest.raises(ValueError, match="must run ZeRO-3"):
+    with pytest.raises(ValueError, match="must run stock ZeRO-1, 2 or 3"):
         profile_engine(Engine(), lambda engine: None)
-    with pytest.raises(ValueError, match="must run ZeRO-3"):
+    with pytest.raises(ValueError, match="must run stock ZeRO-1, 2 or 3"):
         SampledProfile(Engine())
     with pytest.raises(ValueError, match="iterations must be >= 1"):
         profile_engine(Engine(), lambda engine: None, iterations=0)

@@ -1,10 +1,12 @@
-"""DeepSpeed's own ZeRO-3 optimizer on a single rank without its hooks on modules, so that a profile can time both."""
+"""DeepSpeed's own optimizers on a single rank without what a plan spares this rank, so that a profile can time both."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.one_rank.views import Views
 
@@ -40,13 +42,50 @@ class OneRankStage3(DeepSpeedZeroOptimizer_Stage3):
         self._alone.stepped()
 
 
+class AloneFlat(DeepSpeedZeroOptimizer):
+    """DeepSpeed's ZeRO-1 or 2 optimizer without reductions over its only rank. Results are bit-identical."""
+
+    _alone = False  # True if this backward needs no reduction
+
+    def setup_buckets(self) -> None:
+        if not self.ready_for_gradients:
+            self._alone = private.reduces_nothing(self)
+            with private.without_buffers(self) if self._alone else nullcontext():
+                super().setup_buckets()
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
+        if not self._alone:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        elif param.numel():
+            private.add_to_bucket(self, param, i)
+
+    def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+        if not self._alone:
+            super().average_tensor(tensor, communication_data_type)
+            return
+        bucket = self.ipg_buckets[communication_data_type]
+        params, bucket.params = bucket.params, []
+        try:
+            super().average_tensor(tensor.narrow(0, 0, 0), communication_data_type)
+        finally:
+            bucket.params = params
+
+
 def take_hooks_off(engine: Any) -> bool:
-    """Train with DeepSpeed alone, but without its hooks on modules, until `put_hooks_back`. Return whether that is so.
+    """Train with DeepSpeed alone, but without its hooks on modules and without one rank's collectives, until
+    `put_hooks_back`. Return whether that is so.
 
     It cannot be so with several ranks, with parameters in host memory, or with a DeepSpeed that was not tested. Call
     this function between two steps.
     """
     optimizer = engine.optimizer
+    if type(optimizer) is DeepSpeedZeroOptimizer:
+        try:
+            private.check_members(optimizer)
+        except private.UnsupportedDeepSpeedError:
+            return False
+        optimizer.__class__ = AloneFlat
+        return True
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or not private.only_rank(optimizer):
         return False
     views = _Views(optimizer, [param for param in engine.module.parameters() if hasattr(param, "ds_id")])
@@ -59,6 +98,10 @@ def take_hooks_off(engine: Any) -> bool:
 def put_hooks_back(engine: Any) -> None:
     """Undo `take_hooks_off`. DeepSpeed then records the order of modules anew, which lengthens the next step."""
     optimizer = engine.optimizer
+    if type(optimizer) is AloneFlat:
+        optimizer.__class__ = DeepSpeedZeroOptimizer
+        vars(optimizer).pop("_alone", None)
+        return
     optimizer.__class__ = DeepSpeedZeroOptimizer_Stage3
     optimizer._alone.end()
     del optimizer._alone
