@@ -17,7 +17,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.placements import decision
-from ebbtide.tuner.placements.decision import PlanQuestion, decide
+from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide
 from ebbtide.tuner.placements.impossible import ImpossibleError
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.placements.shares import Shares
@@ -49,6 +49,24 @@ def test_smaller_subgroups_fit_where_large_ones_do_not():
     found = decide(PlanQuestion.of(work, have, effort=0.1))
     assert found.iteration_s < 60
     assert len(found.search.workload.subgroups) > len(work.subgroups)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "accumulation"), [("Llama 3 8B", "a100-node", 6), ("Qwen3 4B", "gh200", 1)]
+)
+def test_a_quick_answer_has_tried_the_sizes_beside_its_own(monkeypatch, model, machine, accumulation):
+    question = PlanQuestion.of(*job(model, machine, accumulation=accumulation), effort=QUICK)
+    tried, search = set(), PlanQuestion.search
+
+    def seen(self, cut, bounds):
+        tried.add(len(cut.subgroups))
+        return search(self, cut, bounds)
+
+    monkeypatch.setattr(PlanQuestion, "search", seen)
+    found = decide(question)
+    sizes = [len(cut.subgroups) for cut in question.cuts]
+    at = sizes.index(len(found.search.workload.subgroups))
+    assert set(sizes[max(0, at - 1) : at + 2]) <= tried
 
 
 def test_more_freedom_is_never_slower_and_a_quick_answer_is_near():

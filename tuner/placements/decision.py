@@ -262,9 +262,9 @@ def _searches(question: PlanQuestion, progress: ShowProgress, found: _Found, *, 
         few = quick_cuts(cuts)
         few = few[-1:] if question.workload.gradient_accumulation_steps > FEW_STEPS else few
         number = min(few, key=best_s)
-        step = 1 if number == few[-1] else -1
-        while 0 <= number + step < len(cuts) and best_s(number + step) < WORTH * best_s(number):
-            number += step
+        for step in (1, -1):
+            while 0 <= number + step < len(cuts) and best_s(number + step) < WORTH * best_s(number):
+                number += step
         if math.isinf(best_s(number)) and last:
             best_s(len(cuts) - 1)
     # While training runs, subgroups cannot be joined. Plans for joined ones only guide the search.
