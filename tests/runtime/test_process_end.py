@@ -190,6 +190,7 @@ def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_a_fork(
 # Functions whose daemon threads may be abandoned at any moment, and why.
 ABANDONED = {
     "runtime/hardware/builds.py:slow_builds_logged": "sleeps, and reads Python frames",
+    "runtime/replan/hint.py:tell_faster": "waits for another process, and logs",
     "runtime/checkpoint/trainers/ending.py:_watch": "waits in os.read",
     "runtime/checkpoint/trainers/ending.py:_at_sigterm": "waits for a checkpoint, then ends the process",
     "runtime/checkpoint/protocol/rotation.py:write": "sleeps, and touches a file",
