@@ -284,6 +284,7 @@ WAITERS = {
     "zero/gathers.py: _before": "readers wait for nothing",
     "zero/gathers.py: _launch_together": "a parameter is read before it is copied",
     "zero/stage12.py: _update": "a parameter's first use waits for nothing",
+    "zero/stage12.py: _exchange": "readers wait for nothing",
     "one_rank/views.py: _wait": "readers wait for nothing",
     # With one rank, `fetches.py: wait` has made all training streams wait. With several, gloo makes the host wait.
     "checks/coordinator.py: _wait": "",

@@ -37,6 +37,7 @@ CASES = {
 }
 MUTANTS = {  # mutants of exchanges between ranks. The others run in one process
     "readers wait for nothing": ("ZeRO-3, gathers ahead", (Executor, "wait_parameters", nothing)),
+    "parameters are exchanged before they are updated": ("ZeRO-2", (Executor, "wait_parameters", nothing)),
     "a gradient is copied before it is reduced": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
     "a parameter is read before it is copied": (
         "ZeRO-3, parameters on the host",
