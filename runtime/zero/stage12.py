@@ -5,7 +5,6 @@ therefore waits at its first use (`first_touch`). On several ranks, `step` waits
 each piece of the parameters as soon as its updates have ended.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -21,8 +20,8 @@ from ebbtide.runtime.execution.first_touch import FirstTouch
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
-from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.flat_partitions import Cut, FlatPartitions, HostSums, hand_back
+from ebbtide.runtime.zero.one_rank.alone import UnreducedFlat
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, float64_norms, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan
@@ -35,7 +34,7 @@ GATHERS_UNDER_WAY = 2
 DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
-class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
+class EbbtideStage2(PlannedZero, UnreducedFlat):
     """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer under a plan. It overrides how DeepSpeed copies gradients, runs updates,
     and gives other code access to optimizer state.
 
@@ -49,7 +48,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     use_grad_accum_attribute: bool
     _overflows: list[torch.Tensor]
     _order: dict[int, tuple[Any, int, int]]  # by parameter: its layer, minus its subgroup, and its place in this
-    _alone = False  # True if this backward needs no reduction over ranks
     shares_state = True
     # These attributes are public. Readers outside must also see state that is resident in GPU memory, and wait for
     # updates.
@@ -59,32 +57,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     state = gated("state", lambda self: self.optimizer.state)
 
     # -- backward ----------------------------------------------------------------------------
-
-    def setup_buckets(self) -> None:
-        if self.ready_for_gradients:  # by the backward's first gradient
-            return
-        self._alone = private.reduces_nothing(self)
-        with private.without_buffers(self) if self._alone else contextlib.nullcontext():
-            super().setup_buckets()
-
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
-        """Add a gradient to the bucket. On one rank, the gradient stays where autograd has computed it."""
-        if not self._alone:
-            super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
-        elif param.numel():
-            private.add_to_bucket(self, param, i)
-
-    def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-        """Reduce a bucket of gradients over the ranks, as DeepSpeed does. On one rank, only let streams wait."""
-        if not self._alone:
-            super().average_tensor(tensor, communication_data_type)
-            return
-        bucket = self.ipg_buckets[communication_data_type]
-        params, bucket.params = bucket.params, []
-        try:
-            super().average_tensor(tensor.narrow(0, 0, 0), communication_data_type)
-        finally:
-            bucket.params = params
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """Take the gradients of a whole bucket, after its reduction over the ranks, once DeepSpeed asks for the last

@@ -42,24 +42,26 @@ class OneRankStage3(DeepSpeedZeroOptimizer_Stage3):
         self._alone.stepped()
 
 
-class AloneFlat(DeepSpeedZeroOptimizer):
+class UnreducedFlat(DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO-1 or 2 optimizer without reductions over its only rank. Results are bit-identical."""
 
-    _alone = False  # True if this backward needs no reduction
+    _alone = False  # True if this backward needs no reduction over ranks
 
     def setup_buckets(self) -> None:
-        if not self.ready_for_gradients:
+        if not self.ready_for_gradients:  # by the backward's first gradient
             self._alone = private.reduces_nothing(self)
             with private.without_buffers(self) if self._alone else nullcontext():
                 super().setup_buckets()
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
+        """Add a gradient to the bucket. On one rank, the gradient stays where autograd has computed it."""
         if not self._alone:
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         elif param.numel():
             private.add_to_bucket(self, param, i)
 
     def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+        """Reduce a bucket of gradients over the ranks, as DeepSpeed does. On one rank, only let streams wait."""
         if not self._alone:
             super().average_tensor(tensor, communication_data_type)
             return
@@ -84,7 +86,7 @@ def take_hooks_off(engine: Any) -> bool:
             private.check_members(optimizer)
         except private.UnsupportedDeepSpeedError:
             return False
-        optimizer.__class__ = AloneFlat
+        optimizer.__class__ = UnreducedFlat
         return True
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or not private.only_rank(optimizer):
         return False
@@ -98,7 +100,7 @@ def take_hooks_off(engine: Any) -> bool:
 def put_hooks_back(engine: Any) -> None:
     """Undo `take_hooks_off`. DeepSpeed then records the order of modules anew, which lengthens the next step."""
     optimizer = engine.optimizer
-    if type(optimizer) is AloneFlat:
+    if type(optimizer) is UnreducedFlat:
         optimizer.__class__ = DeepSpeedZeroOptimizer
         vars(optimizer).pop("_alone", None)
         return
