@@ -102,7 +102,7 @@ def put_hooks_back(engine: Any) -> None:
     optimizer = engine.optimizer
     if type(optimizer) is UnreducedFlat:
         optimizer.__class__ = DeepSpeedZeroOptimizer
-        vars(optimizer).pop("_alone", None)
+        optimizer.__dict__.pop("_alone", None)
         return
     optimizer.__class__ = DeepSpeedZeroOptimizer_Stage3
     optimizer._alone.end()
