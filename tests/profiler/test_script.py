@@ -98,7 +98,7 @@ for step in range(50):
         (script_of(STEPS.format(n=2) + "raise KeyError('lost')"), r"but it raised KeyError: 'lost' after 2"),
         (script_of("sys.exit(3)"), "but it exited with code 3 after 0"),
         (script_of("sys.exit(0)"), "but ended after 0"),
-        (script_of(STEPS.format(n=9), ", stage=1"), r"Set zero_optimization.stage to 3. For ZeRO-1 and 2, train with"),
+        (script_of(STEPS.format(n=9), ", stage=0"), "Set zero_optimization.stage to 1, 2 or 3"),
     ],
 )
 def test_a_script_without_a_workload_is_told_why(profiled, text, message):
