@@ -64,7 +64,7 @@ def test_a_build_that_is_killed_leaves_a_lock_that_is_told_at_once(tmp_path, chi
         os.killpg(building.pid, signal.SIGKILL)
         building.wait()
     assert lock.exists()
-    while list(folder.glob("*.o")) and builds._is_held(lock):
+    while builds._is_held(lock):  # ninja gives the compiler a process group of its own
         time.sleep(0.01)
     assert builds.is_stale(lock)
     tells = "from torch.utils import cpp_extension; from ebbtide.runtime.hardware.builds import tell_builds; "
