@@ -3,8 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from ebbtide.profiler.watcher import PhaseHooks, PlainTimer, ProfiledStep, Watcher, hooks_lengthen_steps
-from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, partitions_parameters, workload_of
+from ebbtide.profiler.watcher import (
+    PhaseHooks,
+    PlainTimer,
+    ProfiledStep,
+    Watcher,
+    hooks_lengthen_steps,
+    partitions_parameters,
+)
+from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
 from ebbtide.runtime.hardware.launcher import world_size
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import Workload

@@ -111,11 +111,19 @@ def peak_device_bytes() -> int:
 
 
 SAMPLE_EVERY_S = 0.005
-# Methods that DeepSpeed's step runs in Python before its updates. Their time grows with the number of parameters.
-# ZeRO-3's first, then those of ZeRO-1 and 2.
-BEFORE_UPDATES = ("_partition_all_parameters", "_get_norm_groups"), ("check_overflow", "scaled_global_norm")
-GRADIENT_PATHS = "partition_grads", "copy_grads_in_partition"
+# Methods that DeepSpeed's step runs in Python before its updates. Their time grows with the number of parameters. By
+# whether the optimizer is ZeRO-3's.
+BEFORE_UPDATES = {
+    True: ("_partition_all_parameters", "_get_norm_groups"),
+    False: ("check_overflow", "scaled_global_norm"),
+}
+GRADIENT_PATH = {True: "partition_grads", False: "copy_grads_in_partition"}
 Phase = Literal["forward", "backward", "step", "other"]
+
+
+def partitions_parameters(optimizer: Any) -> bool:
+    """Return whether an optimizer is ZeRO-3's."""
+    return hasattr(optimizer, "fp16_partitioned_groups_flat_numel")
 
 
 def hooks_lengthen_steps() -> bool:
@@ -192,8 +200,7 @@ class PhaseHooks:
         # ``loss.backward()`` does not call the engine, but it does call these two methods.
         self._wrap(engine.optimizer, "backward_prologue", self._torch_backward_begins)
         self._wrap(engine.optimizer, "backward_epilogue", self._torch_backward_ends)
-        self._flat = not hasattr(engine.optimizer, GRADIENT_PATHS[0])  # ZeRO-1 or 2
-        self._wrap(engine.optimizer, GRADIENT_PATHS[self._flat], self._gradient_path)
+        self._wrap(engine.optimizer, GRADIENT_PATH[partitions_parameters(engine.optimizer)], self._gradient_path)
         root = engine.module
         self._handles += [
             root.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
@@ -296,7 +303,7 @@ class PlainTimer(PhaseHooks):
         self._late_paths: list[tuple[_Mark, _Mark]] = []
         self._in_epilogue = False
         self._wrap(engine.optimizer, "independent_gradient_partition_epilogue", self._gradients_computed)
-        for name in BEFORE_UPDATES[self._flat]:
+        for name in BEFORE_UPDATES[partitions_parameters(engine.optimizer)]:
             self._wrap(engine.optimizer, name, self._issued)
 
     def begin(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ebbtide.profiler.rates.sampling import doubts
-from ebbtide.profiler.watcher import ProfiledStep, unit_of, units
+from ebbtide.profiler.watcher import ProfiledStep, partitions_parameters, unit_of, units
 from ebbtide.runtime.hardware.cores import near_cores
 from ebbtide.runtime.hardware.launcher import local_ranks, world_size
 from ebbtide.runtime.kernels import host
@@ -182,11 +182,6 @@ def module_issue_s(traces: Iterable[ProfiledStep]) -> float:
 def _fewer_threads() -> int | None:
     threads = torch.get_num_threads()
     return threads if threads < len(near_cores(None)) else None
-
-
-def partitions_parameters(optimizer: Any) -> bool:
-    """Return whether an optimizer is ZeRO-3's."""
-    return hasattr(optimizer, "fp16_partitioned_groups_flat_numel")
 
 
 def _held(optimizer: Any) -> list[list[tuple[Any, int]]]:

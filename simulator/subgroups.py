@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 # Every vector width of DeepSpeed's kernels for x86 and NEON divides this number, so a plan is valid for all of them.
@@ -85,28 +85,22 @@ LEAST_GATHERED = 1 << 20  # elements
 GATHERS = 32  # so many all-gathers, if each has that many elements
 
 
-def gathered_pieces(elements: int, most: int | None = None) -> list[tuple[int, int]]:
+def exchanged_pieces(sizes: Sequence[int], most: int | None = None) -> list[tuple[int, int, range]]:
     """Divide a rank's partition under ZeRO-1 or 2 into the pieces that all ranks exchange, in this order, after their
     updates.
 
-    The pieces depend on nothing that may differ between ranks, such as their plans.
+    First elements and sizes of the pieces depend on nothing that may differ between ranks, such as their subgroups.
 
     Args:
+        sizes: The number of elements of each subgroup of the partition, in order.
         most: Largest number of elements of a piece.
 
     Returns:
-        For each piece, its first element and its number of elements.
-    """
-    size = max(-(-elements // GATHERS), LEAST_GATHERED)
-    size = size if most is None else min(size, most)
-    return [(begin, min(size, elements - begin)) for begin in range(0, elements, size)]
-
-
-def subgroups_within(sizes: Sequence[int], begin: int, elements: int) -> range:
-    """Return the subgroups that hold a part of a range of elements.
-
-    Args:
-        sizes: The number of elements of each subgroup, in the order in which the subgroups lie side by side.
+        For each piece, its first element, its number of elements, and the subgroups that hold a part of it.
     """
     ends = list(accumulate(sizes))
-    return range(bisect_right(ends, begin), bisect_left(ends, begin + elements) + 1)
+    elements = ends[-1] if ends else 0
+    size = max(-(-elements // GATHERS), LEAST_GATHERED)
+    size = size if most is None else min(size, most)
+    begins = [*range(0, elements, size), elements]
+    return [(a, b - a, range(bisect_right(ends, a), bisect_left(ends, b) + 1)) for a, b in pairwise(begins)]

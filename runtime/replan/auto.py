@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.allocated import SwitchError
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.stored import free_host_bytes
-from ebbtide.runtime.hardware.launcher import rank
+from ebbtide.runtime.hardware.launcher import rank, world_size
 from ebbtide.runtime.replan.hint import memory_of, tell_faster
-from ebbtide.runtime.replan.measuring import alone, by_the_first, gathered, measured_machine, nodes_and_ranks
+from ebbtide.runtime.replan.measuring import by_the_first, gathered, measured_machine, nodes_and_ranks
 from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, measured_rates, observed_workload, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.simulator.machine import Machine
@@ -195,7 +194,7 @@ def _seen(session: Session) -> Workload:
         session.recorder.passes(),
         session.recorder.step_issue_s,
         location="host" if "host" in session.plan.parameter_locations else "device",
-        ranks=1 if alone() else dist.get_world_size(),
+        ranks=world_size(),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine tells about its training job, for an estimate of other settings (`tuner.advice.running`)."""
+"""The description of a training job as its DeepSpeed engine gives it, for estimates of other settings."""
 
 import weakref
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """DeepSpeed's flat buffers of optimizer state, divided into subgroups that are smaller than DeepSpeed's own."""
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -10,8 +10,9 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.zero.windows import ZeroSlice
-from ebbtide.simulator.subgroups import cut_flat, pieces_of
+from ebbtide.simulator.subgroups import cut_flat, exchanged_pieces, pieces_of
 
+MOST_GATHERED = 1 << 25  # elements that an all-gather brings, which takes as much memory once more
 Cut = tuple[int, int, int]  # (parameter group, offset in its partition, number of elements)
 
 
@@ -157,11 +158,14 @@ class FlatPartitions(FlatState):
     Attributes:
         slices: By parameter id: slices of the parameter, one for each subgroup that holds a part of it, in order.
             Together they are the range that DeepSpeed's `grad_position` gives for the parameter on this rank.
+        exchanges: The pieces of the parameters that the ranks exchange after their updates: index of the partition,
+            first element, number of elements, and the subgroups that hold a part of it.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device) -> None:
         pieces = cuts([p.numel() for p in masters], plan_size)
         self.slices = _slices(optimizer, pieces)
+        self.exchanges = list(_exchanges(optimizer, pieces))
         self._device = device
         _give_back(optimizer, masters)
         super().__init__(optimizer, masters, pieces, device)
@@ -259,6 +263,17 @@ def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:
     compact = optimizer._use_compact_grad_partition_buffer(group)
     asked: torch.dtype = optimizer.gradient_accumulation_dtype
     return asked if compact or optimizer.use_grad_accum_attribute else optimizer.dtype
+
+
+def _exchanges(optimizer: Any, pieces: list[Cut]) -> Iterator[tuple[int, int, int, list[int]]]:
+    first = 0
+    for number, process_group in enumerate(optimizer.real_dp_process_group):
+        sizes = [elements for group, _, elements in pieces if group == number]
+        ranks = torch.distributed.get_world_size(group=process_group)
+        if ranks > 1:
+            for begin, elements, subgroups in exchanged_pieces(sizes, MOST_GATHERED // ranks):
+                yield number, begin, elements, [first + subgroup for subgroup in subgroups]
+        first += len(sizes)
 
 
 def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ZeroSlice]]:

@@ -25,12 +25,9 @@ from ebbtide.runtime.zero.one_rank.alone import UnreducedFlat
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, float64_norms, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan
-from ebbtide.simulator.subgroups import gathered_pieces, subgroups_within
 from ebbtide.simulator.workload import ZeroStage
 
-# Elements that an all-gather brings. NCCL brings them to memory of its own first, until the all-gather is waited for.
-MOST_GATHERED = 1 << 25
-GATHERS_UNDER_WAY = 2
+GATHERS_UNDER_WAY = 2  # all-gathers at a time. NCCL gathers to memory of its own first, until it is waited for
 DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
@@ -312,29 +309,20 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
             executor.wait_all()
         recorder.gather_begins()
         begun = deque[Any]()
-        for partitions, process_group, first, sizes in self._exchanged():
-            own = dist.get_rank(group=process_group)
-            for begin, elements in gathered_pieces(partitions[own].numel(), MOST_GATHERED // len(partitions)):
-                executor.wait_parameters(first + s for s in subgroups_within(sizes, begin, elements))
-                if len(begun) == GATHERS_UNDER_WAY:
-                    begun.popleft().wait()
-                pieces = [partition.narrow(0, begin, elements).detach() for partition in partitions]
-                begun.append(dist.all_gather(pieces, pieces[own], process_group, async_op=True))
+        for number, begin, elements, subgroups in self._flat.exchanges:
+            executor.wait_parameters(subgroups)
+            if len(begun) == GATHERS_UNDER_WAY:
+                begun.popleft().wait()
+            partitions, ranks = self.__dict__["parallel_partitioned_bit16_groups"][number], self.real_dp_process_group
+            pieces = [partition.narrow(0, begin, elements).detach() for partition in partitions]
+            own = pieces[dist.get_rank(group=ranks[number])]
+            begun.append(dist.all_gather(pieces, own, ranks[number], async_op=True))
         executor.wait_all()
         for exchange in begun:
             exchange.wait()
         recorder.gather_ends()
         for group in range(len(self.bit16_groups)):
             self._update_model_bit16_weights(group)
-
-    def _exchanged(self) -> Iterator[tuple[list[torch.Tensor], Any, int, list[int]]]:
-        # Partitions of the ranks, their process group, this rank's first subgroup, and the sizes of its subgroups.
-        partitioned, first = self.__dict__["parallel_partitioned_bit16_groups"], 0
-        for number, (partitions, process_group) in enumerate(zip(partitioned, self.real_dp_process_group, strict=True)):
-            sizes = [elements for group, _, elements in self._cuts if group == number]
-            if len(partitions) > 1:
-                yield partitions, process_group, first, sizes
-            first += len(sizes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # no gradient waits for its parameter

@@ -20,7 +20,7 @@ from ebbtide.simulator.schedule import Lane, Memory, Op, OpKind, Schedule
 from ebbtide.simulator.schedules.buckets import Leavings, bucket_of, in_order
 from ebbtide.simulator.schedules.footprint import fetched_elements, fetched_for, footprint_by_kind
 from ebbtide.simulator.schedules.loop import ALL_CORES, TrainingLoop, check_passes
-from ebbtide.simulator.subgroups import gathered_pieces, subgroups_within
+from ebbtide.simulator.subgroups import exchanged_pieces
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.order import arrival_order
@@ -169,12 +169,9 @@ class PlannedLoop(TrainingLoop):
             self.parameters_new = new
             self.step_ends([norm])
         else:
-            elements, exchanged = sum(self.sizes), list[int]()
-            for begin, piece in gathered_pieces(elements):
-                updated = [new[s] for s in subgroups_within(self.sizes, begin, piece)]
-                exchanged += self.exchanged(piece / elements, [norm, *updated])
-            after = [norm, *new.values(), *self.ends, *exchanged]
-            self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=after)
+            pieces = exchanged_pieces(self.sizes)
+            shares = [(size / sum(self.sizes), [norm, *(new[s] for s in held)]) for _, size, held in pieces]
+            self.step_ends([norm, *new.values(), *self.ends], shares)
 
 
 RECORDED = 3  # micro-batches that are recorded: the first one, one that may stand for several, and the last one

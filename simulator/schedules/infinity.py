@@ -7,6 +7,7 @@ state on storage (placement ``stored``). Offloaded activations work under a plan
 (tests/runtime/contract/test_activation_offload.py), but the times of such training are not predicted.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -189,8 +190,8 @@ class InfinityLoop(StockLoop):
             return waits[-1]
         return super()._parameters_to_device(subgroup, waits)
 
-    def step_ends(self, waits: list[int]) -> None:
-        super().step_ends([*waits, *self.writes])
+    def step_ends(self, waits: list[int], pieces: Iterable[tuple[float, list[int]]] | None = None) -> None:
+        super().step_ends([*waits, *self.writes], pieces)
         self.writes = []
 
     def _write(self, size_bytes: int, after: int, *, layer: int = -1, subgroup: int = -1) -> int:

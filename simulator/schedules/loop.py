@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Lane, OpKind, ScheduleBuilder
@@ -178,19 +179,21 @@ class TrainingLoop(ABC):
                 _, reduced = self._reduced(number, self.backward_done)
                 self.gradients(number, micro_step, reduced)
 
-    def step_ends(self, waits: list[int]) -> None:
+    def step_ends(self, waits: list[int], pieces: Iterable[tuple[float, list[int]]] | None = None) -> None:
         """Append to the schedule an op that marks the return of the optimizer's `step()`, after the ops in ``waits``.
 
         Under ZeRO-1 and 2, ops for the exchange of updated parameters between ranks are appended first, because
         `step()` returns only after the exchange.
-        """
-        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *self.exchanged(1.0, waits)])
 
-    def exchanged(self, share: float, waits: list[int]) -> list[int]:
-        """Append to the schedule the exchange of a share of the updated parameters between ranks, under ZeRO-1 and 2.
-
-        Return its ops.
+        Args:
+            pieces: For each piece that is exchanged, its share of the parameters and the ops that it waits for.
+                None: all parameters are exchanged at once, after ``waits``.
         """
+        pieces = [(1.0, waits)] if pieces is None else pieces
+        exchanged = [op for share, updated in pieces for op in self._exchanged(share, updated)]
+        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *exchanged])
+
+    def _exchanged(self, share: float, waits: list[int]) -> list[int]:
         w, ops = self.workload, []
         if w.network_step_gather_bytes:
             size = share * w.network_step_gather_bytes

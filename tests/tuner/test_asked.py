@@ -349,8 +349,8 @@ def test_no_sentence_is_told_twice(case, tmp_path, monkeypatch):
 
 def test_a_changed_setting_is_not_told_as_assumed(tmp_path):
     job = Job.of_deepspeed(MODEL, {"bf16": {"enabled": True}, "gradient_clipping": "auto"}, sequence=256)
-    assert len([note for note in job.told if "not given" in note]) == 3
-    assert [note for note in job.changed(micro_batch=4, zero_stage=2).told if "not given" in note] == [
+    assert len([note for note in job.estimate_notes if "not given" in note]) == 3
+    assert [note for note in job.changed(micro_batch=4, zero_stage=2).estimate_notes if "not given" in note] == [
         "gradient_accumulation_steps: not given -> 1"
     ]
     asked = ["--machine", "rtx4090", "--model", MODEL, "--sequence", "256", "--global-batch", 8, "--trials", 2]

@@ -283,7 +283,8 @@ def _with_ways_out(
     from ebbtide.tuner.advice.tried import asked_of
     from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
 
-    click.echo("The job does not fit. Trying changes with which it fits ...", err=True)
+    # Trying changes takes seconds, so what is missing is printed first.
+    click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)
     asked = asked_of(options)
     ways = ways_out(work.job, machine, asked["freedom"], **asked["asked"])
     lines = [
@@ -297,7 +298,7 @@ def _with_ways_out(
         for way in ways
     ]
     rule = f"{error.fact}. {elsewhere or error.advice}" if not ways else f"{error.fact}."
-    text = "\n".join([f"{error.fact}. {heading}", *lines, f"{ANOTHER_WAY}."])
+    text = "\n".join([f"The job does not fit. {heading}", *lines, f"{ANOTHER_WAY}."])
     return BadInputError(text, rule=rule, ways=listed, another_way=ANOTHER_WAY)
 
 
