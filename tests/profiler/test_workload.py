@@ -145,10 +145,7 @@ def test_profiling_changes_no_bit(only_rank, recompute, options):
     for profiled in (False, True):
         losses, left = [], iter(batches)
         torch.manual_seed(0)  # before the model: some of its weights are random
-        model = Reads(recompute)
-        for block in model.blocks:
-            block.attention.zero3 = "stage" not in options
-        engine = start(model, clipping=0.5, micro_batch=2, **options)
+        engine = start(Reads(recompute, options.get("stage", 3)), clipping=0.5, micro_batch=2, **options)
         torch.manual_seed(5)
         if profiled:
             work = profile_engine(engine, lambda live, left=left: train_on(live, itertools.islice(left, micro)), 2)
