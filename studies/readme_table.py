@@ -27,6 +27,7 @@ TRAINING_FAMILIES = {
     "h100": "H100",
     "consumer_one": "one consumer card",
     "consumer_several": "several consumer cards",
+    "superchip": "GH200",
     "offloaded": "offloaded state",
 }
 

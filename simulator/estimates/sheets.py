@@ -336,6 +336,38 @@ _RTX5090: Fields = {
 }
 
 
+# Over C2C the GPU reads unpinned memory itself, without a staging buffer. A GH200 copied 1 GiB of unpinned memory to
+# its GPU at 100 GB/s (github.com/vortex-data/vortex/pull/7815), but only 105 of pinned memory, where others report 346
+# GB/s or more. No rate of copies to fresh unpinned memory is known to us: a few cores fault its pages in (24 GB/s).
+_GRACE_HOPPER: Fields = {
+    "device_name": "NVIDIA GH200 96GB",
+    "flops": 989e12,
+    "hbm_bytes_per_s": 4.0e12,
+    "device_gib": 94.5,
+    "dram_kind": "LPDDR5X",
+    "link_raw_bytes_per_s": 450e9,
+    "link": (297e9, "published", "pinned, over NVLink-C2C: 297 GB/s to the host, 375 to the GPU, arXiv 2407.07850"),
+    "pageable": (
+        60e9,
+        "assumed",
+        "the GPU reads unpinned memory itself: 24 to 150 GB/s, of which 100 to the GPU are published (vortex, pull "
+        "request 7815)",
+        (0.69, 1.46),
+    ),
+    "storage": (5e9, "assumed", "one PCIe 5 NVMe drive"),
+    "core": (30e9, "a Neoverse V2 core"),
+    "alone": 1.0,  # SuperOffload, arXiv 2509.21271: DeepSpeedCPUAdam takes 0.1 s for a billion parameters
+}
+_ONE_GRACE: Fields = {
+    "gpus": 1,
+    "cores": 72,
+    "host_gib": 480,
+    "dram_bytes_per_s": 384e9,
+    "dram_detail": "480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
+    "network": (50e9, "datasheet", "one 400 Gbit/s port"),
+}
+
+
 def _several(
     name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
 ) -> dict[str, Sheet]:
@@ -457,31 +489,19 @@ SHEETS: Mapping[str, Sheet] = {
         dram_detail="two sockets of 8 channels DDR5-5600 (716.8 GB/s)",
         nvlink=(900e9, "NVLink 5 through NVSwitch, one direction"),
     ),
-    "gh200": Sheet(
-        device_name="NVIDIA GH200 96GB",
-        flops=989e12,
-        hbm_bytes_per_s=4.0e12,
-        device_gib=94.5,
-        gpus=1,
-        cores=72,
-        host_gib=480,
-        dram_kind="LPDDR5X",
-        dram_bytes_per_s=384e9,
-        dram_detail="480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
-        link_raw_bytes_per_s=450e9,
-        link=(297e9, "published", "pinned, over NVLink-C2C: 297 GB/s to the host, 375 to the GPU, arXiv 2407.07850"),
-        # Over C2C the GPU reads unpinned memory itself, without a staging buffer. No rate of such copies is known to
-        # us: it lies between that of a few cores, which fault the fresh pages in, and half of the pinned rate.
-        pageable=(
-            60e9,
-            "assumed",
-            "the GPU reads unpinned memory itself, no measured rate is published: 24 to 150 GB/s",
-            (0.69, 1.46),
-        ),
-        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
-        core=(30e9, "a Neoverse V2 core"),
-        alone=1.0,  # SuperOffload, arXiv 2509.21271: DeepSpeedCPUAdam takes 0.1 s for a billion parameters
-        network=(50e9, "datasheet", "one 400 Gbit/s port"),
+    "gh200": Sheet(**_GRACE_HOPPER, **_ONE_GRACE),
+    # HPE Cray EX254n, as in Alps and Isambard-AI: four superchips of 120 GB, each with a network port.
+    "gh200-x4": Sheet(
+        **_GRACE_HOPPER,
+        gpus=4,
+        cores=4 * 72,
+        host_gib=4 * 120,
+        numa_nodes=4,
+        dram_bytes_per_s=4 * 512e9,
+        dram_detail="four chips with 120 GB of LPDDR5X each (4 x 512 GB/s)",
+        nvlink=(450e9, "NVLink 4, 18 links of 25 GB/s, one direction"),
+        nvlink_pair=(150e9, "six links between each pair of the four GPUs"),
+        network=(100e9, "datasheet", "four 200 Gbit/s ports"),
     ),
     "a100-40gb": Sheet(
         device_name="NVIDIA A100-SXM4-40GB", hbm_bytes_per_s=1.555e12, device_gib=39.4, host_gib=1024, **_EIGHT_A100

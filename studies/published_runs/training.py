@@ -35,7 +35,7 @@ INFERRED = "?"  # after a cell that was not published, but inferred from the row
 # Keys of DeepSpeed whose "auto" Hugging Face's integration replaces by a number that depends on the model.
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 # All families of runs. A family without a run is shown too.
-SUPERCHIPS = ("gh200",)
+SUPERCHIPS = ("gh200", "gh200-x4")
 FAMILIES = ("a100", "h100", "consumer_one", "consumer_several", "superchip", "offloaded", "experts")
 _MIXTURE = ("head_size", "experts", "experts_per_token")
 _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")

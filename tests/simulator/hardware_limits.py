@@ -69,7 +69,7 @@ H100 = Gpu((5 * 1024, 5.24e9), 5 * 16, (132, 4096, 1.83e9), nvlinks=18)
 # NVIDIA H200 data sheet: the same chip, 6 stacks of HBM3e, 141 GB of them enabled, 4.8 TB/s.
 H200 = Gpu((6 * 1024, 6.25e9), 141, (132, 4096, 1.83e9), nvlinks=18)
 # NVIDIA GH200 Grace Hopper Superchip data sheet: 6 stacks of HBM3, 96 GB, 4 TB/s.
-GH200 = Gpu((6 * 1024, 5.25e9), 96, (132, 4096, 1.83e9))
+GH200 = Gpu((6 * 1024, 5.25e9), 96, (132, 4096, 1.83e9), nvlinks=18)
 # NVIDIA Ada GPU Architecture (2022), appendix A: 384 bits of GDDR6X at 21 Gbit/s, 12 chips of
 # 2 GiB, 128 SMs, 165.2 Tflop/s with FP32 accumulate at 2520 MHz.
 RTX4090 = Gpu((384, 21e9), 12 * 2, (128, 512, 2.52e9))
@@ -150,6 +150,9 @@ NODES = {
     # GH200 data sheet: 72 cores, 480 GB of LPDDR5X on the package, 512 bits at 384 GB/s;
     # NVLink-C2C 900 GB/s in both directions together.
     "gh200": Node(GH200, 1, (1, 1, 6000e6, 64), 72, 450e9, 5, 400e9, host_gib=480),
+    # The same data sheet, 120 GB: 512 GB/s. HPE Cray EX254n: four of them, NVLink between each pair, four Slingshot 11
+    # ports of 200 Gbit/s.
+    "gh200-x4": Node(GH200, 4, (4, 1, 8000e6, 64), 4 * 72, 450e9, 5, 4 * 200e9, host_gib=480),
     # AMD AM5 desktop (Ryzen 9 7950X: 16 cores, two channels of DDR5, 192 GB at most), DIMMs of
     # 5600 MT/s, PCIe 4 x16.
     "rtx4090": Node(RTX4090, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(4, 16), 5, host_gib=192),

@@ -117,7 +117,7 @@ def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops
         node = machine.rate("dram_bytes_per_s") / sheet.numa_nodes
         share = machine.rate("stock_host_adam_params_per_s") * STOCK_UPDATE_BYTES / node
         desktop = sheet.dram_bytes_per_s < 100e9
-        assert share == pytest.approx(1.0) if desktop or name == "gh200" else 0.45 <= share < 0.9, name
+        assert share == pytest.approx(1.0) if desktop or name.startswith("gh200") else 0.45 <= share < 0.9, name
 
 
 def test_one_thread_on_two_sockets_is_slower_than_on_one():
@@ -175,6 +175,16 @@ def test_a_superchip_copies_unpinned_memory_without_a_staging_buffer():
     assert preset("h100").pageable_h2d_bytes_per_s.median == 10e9
 
 
+def test_four_superchips_on_a_board_are_joined_by_nvlink_and_keep_their_own_memory():
+    one, four = preset("gh200"), preset("gh200-x4")
+    assert (one.gather_bytes_per_s, four.gpus_per_node, four.numa_nodes) == (None, 4, 4)
+    links = Links.of(four)
+    assert links.share(2) * links.gather_bytes_per_s == pytest.approx(0.8 * 150e9)
+    assert links.share(4) * links.reduce_bytes_per_s == pytest.approx(0.8 * 450e9)
+    assert rank_share(four, "dram", 4) * four.rate("dram_bytes_per_s") == pytest.approx(0.8 * 512e9)
+    assert rank_share(four, "h2d", 4) == 1.0
+
+
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():
     # With two or more ranks on an HGX A100 preset, each rank has half the bandwidth of a PCIe link, because two GPUs
     # share an uplink.
@@ -207,5 +217,5 @@ def test_products_run_at_a_share_of_the_sheet_that_is_the_devices_own(named):
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"preset 'cray'.* a100-node, .*gh200, h100, .* rtx4090"):
+    with pytest.raises(ValueError, match=r"preset 'cray'.* a100-node, .*gh200, gh200-x4, h100, .* rtx4090"):
         preset("cray")
