@@ -188,7 +188,7 @@ class Demo:
     def _watch(self, child: PhaseProcess, title: str) -> None:
         with self._bar() as bar:
             task = bar.add_task(title, total=None, note="")
-            for step in child.progress():
+            for step in child.progress(tell=bar.console.print):
                 bar.update(task, completed=step.done, total=step.total, note=step.note)
         if not child.waits:
             child.finish()

@@ -16,6 +16,8 @@ from typing import Any
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 _TAIL_LINES = 25
+_QUIET_S = 5.0
+_TOLD = "ebbtide: "  # begins a line on stderr that a user must see, such as what a process waits for
 _parent: Connection | None = None  # in the child process: the connection to its parent
 
 
@@ -83,13 +85,22 @@ class PhaseProcess:
         self._child.close()
         remove_shared_buffers(self._port)  # a killed child cannot remove them itself
 
-    def progress(self) -> Iterator[PhaseProgress]:
+    def progress(self, tell: Callable[[str], None] = lambda _: None) -> Iterator[PhaseProgress]:
         """Yield the progress reports of a process that runs one phase (part) of a study.
 
         The reports end when the process ends, or when it pauses until the parent process calls `go_on`.
+
+        Args:
+            tell: Called with what ebbtide says on the process's stderr, if no report comes for some seconds.
         """
+        told = 0
         while True:
             try:
+                while not self._child.poll(_QUIET_S):
+                    lines = [s for s in self.log.read_text(errors="replace").splitlines() if s.startswith(_TOLD)]
+                    for line in lines[told:]:
+                        tell(line)
+                    told = len(lines)
                 report = self._child.recv()
             except (EOFError, ConnectionResetError):
                 return

@@ -24,6 +24,14 @@ def last_for_ever():
     time.sleep(600)
 
 
+def build(folder):
+    from ebbtide.runtime.hardware.builds import tell_builds
+    from torch.utils import cpp_extension
+
+    tell_builds(cpp_extension, lambda: 0)
+    cpp_extension.load("nothing", [str(Path(folder) / "nothing.cpp")], build_directory=folder)
+
+
 def take_turns(path):
     for number in range(2):
         report(number, 2)
@@ -53,6 +61,22 @@ def test_kill_is_sigkill_and_leaving_the_block_kills(tmp_path):
         next(child.progress())
         assert child.running
     assert not child.running
+
+
+def test_what_a_silent_process_waits_for_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(phase_process, "_QUIET_S", 0.2)
+    told = []
+    (tmp_path / "nothing.cpp").touch()
+    (tmp_path / "lock").touch()  # left by a build that was killed
+    with PhaseProcess(build, {"folder": str(tmp_path)}, tmp_path / "log") as child:
+
+        def tell(line):
+            told.append(line)
+            child.kill()
+
+        assert list(child.progress(tell)) == []
+    assert len(told) == 1
+    assert f"rm {tmp_path / 'lock'}" in told[0]
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])  # the study uses spawn with CUDA
