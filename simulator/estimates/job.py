@@ -1,7 +1,7 @@
 """The training job: a model with its training settings, from which times and memory of training are estimated."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -113,6 +113,31 @@ Rate = Annotated[
 
 
 @dataclass(frozen=True)
+class Control:
+    """The control of the planning service's page with which users give a setting of a job.
+
+    Attributes:
+        label: Label of the control. Empty: the setting's name.
+        choices: Values to choose from, with their texts. Empty: no and yes for a switch, the names that the setting may
+            have, or a slider.
+        stops: Values at which a slider stops. Empty: powers of two, or percentages of a share.
+        unit: Unit of a slider's numbers, in the plural. A share is given in percent.
+        unset: Text for the value None.
+        first: True if the control is shown at once, and False if it is in a folded part of the form. A larger value of
+            a slider that is shown at once trains more tokens in an iteration.
+        of_machine: True if the control is among those of the hardware.
+    """
+
+    label: str = ""
+    choices: Mapping[Any, str] = field(default_factory=dict, hash=False)
+    stops: tuple[float, ...] = ()
+    unit: str = ""
+    unset: str = "not set"
+    first: bool = False
+    of_machine: bool = False
+
+
+@dataclass(frozen=True)
 class Asked:
     """The flag of ``tune`` commands and the field of requests by which users give a setting of a job.
 
@@ -126,6 +151,7 @@ class Asked:
         null: False if a request cannot leave the value to the DeepSpeed config, the machine or a profile.
         profiled: False if a profiled workload does not contain the setting.
         unless: Flag with which this one has no effect.
+        control: Control on the planning service's page. A setting with a request's field has one without further ado.
     """
 
     help: str
@@ -135,6 +161,7 @@ class Asked:
     null: bool = True
     profiled: bool = True
     unless: str = ""
+    control: Control = Control()
 
 
 class NotAdvised(str):
@@ -184,20 +211,60 @@ class Job(BaseModel):
 
     architecture: Annotated[Architecture, _LEARNED]
     sequence: Annotated[
-        Tokens, Asked("number of tokens per sample (default: 2048).", limits=Field(ge=1, le=2**22), null=False)
+        Tokens,
+        Asked(
+            "number of tokens per sample (default: 2048).",
+            limits=Field(ge=1, le=2**22),
+            null=False,
+            control=Control("Sequence length", stops=tuple(2**n for n in range(9, 18)), unit="tokens", first=True),
+        ),
     ] = 2048
-    micro_batch: Annotated[int, Asked("number of samples per GPU and forward pass.")] = 1
-    accumulation: Annotated[int, Asked("number of micro-batches per optimizer step.", limits=Field(ge=1, le=4096))] = 1
+    micro_batch: Annotated[
+        int,
+        Asked(
+            "number of samples per GPU and forward pass.",
+            control=Control(
+                "Micro-batch", stops=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), unit="samples", first=True
+            ),
+        ),
+    ] = 1
+    accumulation: Annotated[
+        int,
+        Asked(
+            "number of micro-batches per optimizer step.",
+            limits=Field(ge=1, le=4096),
+            control=Control("Accumulation", unit="micro-batches", first=True),
+        ),
+    ] = 1
     zero_stage: Annotated[
-        ZeroStage, Asked("ZeRO stage 1, 2 or 3 (default: the DeepSpeed config's, or 3).", limits=Field(ge=1, le=3))
+        ZeroStage,
+        Asked(
+            "ZeRO stage 1, 2 or 3 (default: the DeepSpeed config's, or 3).",
+            limits=Field(ge=1, le=3),
+            control=Control(
+                "ZeRO stage", {3: "3: state, gradients, parameters", 2: "2: state and gradients", 1: "1: state"}
+            ),
+        ),
     ] = 3
     data_parallel: Annotated[
         Count,
-        Asked("number of data-parallel ranks (default: 1, or all cards of a preset such as rtx4090-x2).", http="gpus"),
+        Asked(
+            "number of data-parallel ranks (default: 1, or all cards of a preset such as rtx4090-x2).",
+            http="gpus",
+            control=Control("GPUs", stops=tuple(2**n for n in range(9)), first=True, of_machine=True),
+        ),
     ] = 1
     tensor_parallel: Annotated[
         Count,
-        Asked("degree of tensor parallelism, the number of ranks that split each layer (default: 1).", null=False),
+        Asked(
+            "degree of tensor parallelism, the number of ranks that split each layer (default: 1).",
+            null=False,
+            control=Control(
+                "Tensor parallelism",
+                {1: "none", **{n: f"{n} GPUs share each layer" for n in (2, 4, 8)}},
+                of_machine=True,
+            ),
+        ),
         _PROGRAM,
     ] = 1
     pipeline_parallel: Annotated[
@@ -209,7 +276,12 @@ class Job(BaseModel):
     offload: Offloading = WITHOUT_CONFIG
     recompute: Annotated[
         Switch,
-        Asked("keep activations, without gradient checkpointing.", flag="keep_activations", http="keep_activations"),
+        Asked(
+            "keep activations, without gradient checkpointing.",
+            flag="keep_activations",
+            http="keep_activations",
+            control=Control("Activations", {False: "computed again in backward", True: "kept"}),
+        ),
     ] = True
     recompute_share: Annotated[
         Share,
@@ -217,6 +289,7 @@ class Job(BaseModel):
             "share of the layers whose activations are recomputed, e.g. 50% (default: all).",
             limits=Field(gt=0, le=1, allow_inf_nan=False),
             unless="keep_activations",
+            control=Control("Layers computed again", unit="%"),
         ),
     ] = 1.0
     kernels: Annotated[
@@ -224,20 +297,34 @@ class Job(BaseModel):
         _one_of(KERNELS),
         Asked(
             "kernels of norms, activations and rotary embedding. fused: fused or compiled kernels (torch.compile, "
-            "Liger, Megatron-LM). eager: PyTorch's own, as in plain transformers (default: fused)."
+            "Liger, Megatron-LM). eager: PyTorch's own, as in plain transformers (default: fused).",
+            control=Control(
+                "Kernels between products", {"fused": "fused or compiled", "eager": "PyTorch's own, as in transformers"}
+            ),
         ),
     ] = "fused"
     fused_loss: Annotated[
-        Switch, Asked("the loss is computed without storing all logits, in one kernel or in chunks.")
+        Switch,
+        Asked(
+            "the loss is computed without storing all logits, in one kernel or in chunks.",
+            control=Control("Loss", {False: "stores all logits", True: "fused, or in chunks"}),
+        ),
     ] = False
     flash_attention: Annotated[
-        Switch, Asked("attention scores are stored in memory (attn_implementation eager).", flag="no_flash_attention")
+        Switch,
+        Asked(
+            "attention scores are stored in memory (attn_implementation eager).",
+            flag="no_flash_attention",
+            control=Control("Attention", {True: "FlashAttention", False: "stores its scores (eager)"}),
+        ),
     ] = True
     flash_version: Annotated[
         FlashVersion | None,
         _one_of(FLASH_VERSIONS, None),
         Asked(
-            "major version of FlashAttention, e.g. 3 on H100 (default: 2, as in PyTorch).", unless="no_flash_attention"
+            "major version of FlashAttention, e.g. 3 on H100 (default: 2, as in PyTorch).",
+            unless="no_flash_attention",
+            control=Control("Version of FlashAttention", unset="2, as in PyTorch"),
         ),
         _STARTED,
     ] = None
@@ -258,6 +345,7 @@ class Job(BaseModel):
             "Launcher of the ranks (default: deepspeed, with which CPU Adam uses all cores). With several ranks on a "
             "node, torchrun and accelerate limit DeepSpeed's own CPU Adam to one thread per rank.",
             profiled=False,
+            control=Control("Launcher", of_machine=True),
         ),
         _STARTED,
     ] = "deepspeed"
@@ -267,6 +355,7 @@ class Job(BaseModel):
             "Value of OMP_NUM_THREADS in each rank. DeepSpeed's own CPU Adam uses this number of threads per rank "
             "(default: depends on --launcher).",
             profiled=False,
+            control=Control("OMP_NUM_THREADS", unit="threads", of_machine=True),
         ),
         _STARTED,
     ] = None
@@ -277,6 +366,7 @@ class Job(BaseModel):
             "started before the gradient norm was known are rolled back.",
             limits=Field(ge=0, le=1, allow_inf_nan=False),
             profiled=False,
+            control=Control("Steps that clip gradients", stops=(0, 0.01, 0.05, 0.1, 0.2, 0.5, 1), unit="%"),
         ),
         _LEARNED,
     ] = None

@@ -13,7 +13,7 @@ from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.offloading import offloading
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.inputs import given, options_of
-from ebbtide.tuner.service.requests import Request, Scenario, fields_of_a_job
+from ebbtide.tuner.service.requests import Request, Scenario, controls_of_a_job, fields_of_a_job
 from pydantic import create_model
 
 # The loss and the layers are large enough that each setting of theirs counts.
@@ -112,6 +112,19 @@ class Wider(Job):
     colours: Annotated[int, Asked("number of colours of a pixel.", http="shades")] = 3
 
 
+def test_every_setting_of_requests_has_a_control_on_the_page():
+    shown = {control["key"]: control for control in controls_of_a_job()}
+    assert list(shown) == [one.http for one in settings() if one.http is not None]
+    for key, control in shown.items():
+        values = [value for value, _ in control["values"]] if "values" in control else control["steps"]
+        assert control["standard"] in values
+        asked = {"machine": "h200-node", "model": TINY, "gpus": 2}
+        for value in values:  # each is accepted, and each but the standard changes the job
+            sent = asked if value is None else {**asked, key: value}
+            changed, usual = (Scenario(**one).job.model_dump(exclude={"notes"}) for one in (sent, asked))
+            assert (changed != usual) == (value not in (None, asked.get(key, control["standard"])))
+
+
 def test_one_field_is_a_flag_a_field_of_requests_and_an_argument():
     (option,) = options_of(["colours"], Wider)
     assert (option.opts, option.help) == (["--colours"], "With --model: number of colours of a pixel.")
@@ -121,3 +134,5 @@ def test_one_field_is_a_flag_a_field_of_requests_and_an_argument():
         "number of colours of a pixel.",
     )
     assert Wider.of_deepspeed(TINY, None, colours=4).colours == 4
+    *_, control = controls_of_a_job(Wider)
+    assert (control["key"], control["label"], control["steps"]) == ("shades", "Shades", [1, 2, 4, 8, 16, 32, 64])

@@ -14,6 +14,7 @@ from typing import Any
 from ebbtide.simulator.drawing import style_sheet
 from ebbtide.simulator.rules import BrokenRule, RuleError, broken, shortened
 from ebbtide.tuner.service.pool import BusyError, InvalidError, WorkerError
+from ebbtide.tuner.service.requests import controls_of_a_job
 from ebbtide.tuner.service.resources import Service
 from ebbtide.tuner.service.responses import Health
 from ebbtide.tuner.service.routes import routes
@@ -101,6 +102,12 @@ def _health(app: FastAPI, service: Service) -> None:
     async def palette() -> Response:
         """Send the colors of the page's pictures."""
         return Response(style_sheet(), media_type="text/css", headers=NO_CACHE)
+
+    @app.get("/form.js", include_in_schema=False)
+    async def form() -> Response:
+        """Send the controls of the page's form that follow from the fields of `Job`."""
+        script = f"export const OF_A_JOB = {json.dumps(controls_of_a_job())};\n"
+        return Response(script, media_type="text/javascript", headers=NO_CACHE)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH, of_accelerate
 from ebbtide.simulator.estimates.estimate import default_ranks, estimated
-from ebbtide.simulator.estimates.job import Job, settings, started
+from ebbtide.simulator.estimates.job import Job, Setting, settings, started
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, known_config, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
@@ -166,14 +166,67 @@ def fields_of_a_job(job: type[Job] = Job) -> dict[str, Any]:
         if one.http is None:
             continue
         usual = one.value(job.model_fields[one.name].default, one.http)
-        contrary = one.kind is bool and one.flag not in (one.name, one.http)
-        about = worded(f"If false, {one.asked.help}" if contrary else one.asked.help)
         kind = one.kind
         if kind is not bool and (one.asked.limits or not get_args(kind)):  # a Literal limits itself
             kind = Annotated[float if kind is float else int, one.asked.limits or Field(ge=1, le=65_536)]
-        kind = Annotated[kind if kind is bool or not one.asked.null else kind | None, Field(description=about)]
+        kind = Annotated[kind if kind is bool or not one.asked.null else kind | None, Field(description=_about(one))]
         fields[one.http] = (kind, None if one.kind is not bool and one.asked.null else usual)
     return fields
+
+
+def _about(setting: Setting) -> str:
+    contrary = setting.kind is bool and setting.flag not in (setting.name, setting.http)
+    return worded(f"If false, {setting.asked.help}" if contrary else setting.asked.help)
+
+
+def controls_of_a_job(job: type[Job] = Job) -> list[dict[str, Any]]:
+    """Return the controls of the page's form that follow from the settings of a job.
+
+    Each is a dict for `controls.js`: a slider with ``steps``, or a choice with pairs ``values`` of a value and a text.
+    A None among them leaves the value to the DeepSpeed config, the machine or a default.
+    """
+    by_flag = {one.flag: one for one in settings(job)}
+    controls: list[dict[str, Any]] = []
+    for one in settings(job):
+        if one.http is None:
+            continue
+        asked, control = one.asked, one.asked.control
+        usual = one.value(job.model_fields[one.name].default, one.http)
+        part = "machine" if control.of_machine else "model"
+        shown: dict[str, Any] = {
+            "key": one.http,
+            "where": part if control.first else f"more-{part}",
+            "label": control.label or one.http.replace("_", " ").capitalize(),
+            "about": _about(one),
+            "standard": usual,
+            "profiled": asked.profiled,
+        }
+        if asked.unless:
+            other = by_flag[asked.unless]
+            shown["unless"] = {"key": other.http, "value": other.flag == other.http}
+        known = get_args(one.kind)
+        if control.choices or one.kind is bool or known:
+            texts = control.choices or ({False: "no", True: "yes"} if not known else {v: str(v) for v in known})
+            shown["values"] = [[None, control.unset]] if usual is None else []
+            shown["values"] += [[value, text] for value, text in texts.items()]
+        else:
+            share = one.kind is float
+            limits = (asked.limits or Field(ge=1, le=65_536)).metadata
+            least, most = (
+                next((v for r in limits if (v := getattr(r, at, None)) is not None), None) for at in ("ge", "le")
+            )
+            stops = control.stops or ((0.25, 0.5, 0.75, 1) if share else tuple(2**n for n in range(7)))
+            shown |= {
+                "steps": [None, *stops] if usual is None else list(stops),
+                "unit": control.unit,
+                "each": 0.01 if share else 1,
+                "unset": control.unset,
+                "least": least,
+                "most": most,
+                "batch": control.first,
+            }
+        controls.append(shown)
+    return controls
 
 
 if TYPE_CHECKING:

@@ -232,8 +232,8 @@ def test_a_job_is_watched_to_its_end_and_its_result_opens_in_what_if(page, serve
 
 
 def test_a_jobs_result_opens_with_all_that_the_job_was_asked(page, server):
-    """Check that a search's row opens with its own figures, also of fields that no control of the page shows."""
-    unshown = {"flash_attention": False, "clip_rate": 0.5, "recompute_share": 0.5}
+    """Check that a search's row opens with its own figures, also of a field that no control of the page shows."""
+    unshown = {"flash_attention": False, "clip_rate": 0.5, "recompute_share": 0.5, "subgroup_size": 10**8}
     asked = {"model": "Llama 3.2 1B", "machine": "h100-node", "sequence": 512, "gpus": 1, "kernels": "eager", **unshown}
     search = {**asked, "free": ["micro_batch"], "offload": False}
     job = server.post("/jobs/search", search).json()["id"]
@@ -244,7 +244,9 @@ def test_a_jobs_result_opens_with_all_that_the_job_was_asked(page, server):
     assert unshown.items() <= first.value.request.post_data_json.items()
     (plain,) = (row for row in first.value.json()["rows"] if row["role"] == "no offload")
     assert plain["iteration_s"] <= found["iteration_s"] * (1 + 1e-9)  # at the fastest ZeRO stage
-    assert "clip_rate 0.5, flash_attention false, recompute_share 0.5" in page.inner_text("#strange")
+    assert "subgroup_size 100000000" in page.inner_text("#strange")
+    shown = [page.input_value(f"#n-{key}") for key in ("clip_rate", "recompute_share")]
+    assert [*shown, page.input_value("#c-flash_attention")] == ["50", "50", "false"]
     with page.expect_response(lambda r: r.url.endswith("/answer")) as moved:
         page.fill("#n-sequence", "256")
         page.press("#n-sequence", "Enter")

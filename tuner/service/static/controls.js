@@ -2,22 +2,29 @@
 
 import { go } from "./address.js";
 import { isDeepSpeed, numbersOf, offloadOf, precisionOf, withNumbers, withOffload, withPrecision } from "./deepspeed.js";
+import { OF_A_JOB } from "./form.js";
 import { element, gib, GIB } from "./format.js";
+
+// The settings of a job come from the fields of the class `Job`, by `controls_of_a_job`. `about`: help. `profiled`: a
+// profiled workload contains the setting. `unless`: value of another setting with which this one has no effect.
+const OF_A_PROFILE = OF_A_JOB.filter((control) => control.profiled).map((control) => control.key);
+
+function counter(control) {
+  const { unit, unset, standard, each } = control;
+  const show = (v) => (v === null ? unset : unit === "%" ? `${+(v / each).toFixed(1)}%` : `${v.toLocaleString("en-US")} ${v === 1 ? unit.replace(/(ch)es$|s$/, "$1") : unit}`.trim());
+  return { ...control, start: standard, show, brief: control.where.startsWith("more-") ? null : (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`) };
+}
 
 const HOURS = [1, 2, 4, 8, 12, 24, 48, 96, 168, 336, 720];
 
 // key: name in the URL and in the state. steps: the values at which a slider stops. own: field with the machine's
 // value. unit: unit of the number beside the slider. each: size of this unit in the state's unit. brief: short text
-// for a sweep's axis. batch: true if a larger value trains more tokens per iteration.
+// for a sweep's axis. batch: true if a larger value trains more tokens per iteration. least: 0 if 0 is allowed.
 const SLIDERS = [
-  { key: "micro_batch", most: 65536, where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}`, brief: String, batch: true },
-  { key: "sequence", most: 2 ** 22, where: "model", label: "Sequence length", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens`, brief: (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`), batch: true },
-  { key: "accumulation", most: 4096, where: "model", label: "Accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, unit: "micro-batches", each: 1, show: (v) => `${v}×`, brief: String, batch: true },
-  { key: "gpus", where: "machine", label: "GPUs", steps: [1, 2, 4, 8, 16, 32, 64, 128, 256], start: 1, unit: "", each: 1, show: (v) => `${v}`, brief: String, batch: true },
+  ...OF_A_JOB.filter((control) => control.steps).map(counter),
   { key: "device_memory_bytes", where: "machine", label: "GPU memory", steps: [8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288].map((n) => n * GIB), own: "device_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
   { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
   { key: "link_bytes_per_s", where: "machine", label: "CPU-GPU link, one way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s`, brief: (v) => `${+(v / 1e9).toFixed(1)}` },
-  { key: "omp_threads", most: 65536, where: "more-machine", label: "OMP_NUM_THREADS", steps: [null, 1, 2, 4, 8, 16, 32, 64], start: null, unit: "threads", each: 1, show: (v) => (v === null ? "not set" : `${v}`) },
   { key: "storage_bytes", where: "more-machine", label: "Storage for state, per node", steps: [null, ...[64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384].map((n) => n * GIB)], start: null, unit: "GiB", each: GIB, show: (v) => (v === null ? "none" : gib(v)) },
   { key: "endurance_bytes", where: "more-machine", label: "Rated endurance of the drives", steps: [null, ...[150, 300, 600, 1200, 3000, 7000, 14000, 28000].map((n) => n * 1e12)], start: null, unit: "TB", each: 1e12, show: (v) => (v === null ? "not known" : `${(v / 1e12).toLocaleString("en-US")} TB written`) },
   { key: "mtbf_s", most: 1e10, where: "more-machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
@@ -25,17 +32,12 @@ const SLIDERS = [
 // standard: the value that is not sent to the service. from, into: read it from a DeepSpeed config, and write it
 // there.
 const CHOICES = [
-  { key: "zero_stage", where: "more-model", label: "ZeRO stage", values: [[3, "3: state, gradients, parameters"], [2, "2: state and gradients"], [1, "1: state"]], standard: 3 },
-  { key: "keep_activations", where: "more-model", label: "Activations", values: [[false, "computed again in backward"], [true, "kept"]], standard: false },
-  { key: "kernels", where: "more-model", label: "Kernels between products", values: [["fused", "fused or compiled"], ["eager", "PyTorch's own, as in transformers"]], standard: "fused" },
+  ...OF_A_JOB.filter((control) => control.values),
   { key: "precision", where: "more-model", label: "Precision", values: [["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]], from: precisionOf, into: withPrecision },
   { key: "offload", where: "more-model", label: "DeepSpeed offloads", values: [["optimizer", "optimizer state"], ["parameters", "state and parameters"], ["nvme", "state (to NVMe) and parameters"]], from: offloadOf, into: withOffload },
-  { key: "tensor_parallel", where: "more-machine", label: "Tensor parallelism", values: [[1, "none"], [2, "2 GPUs share each layer"], [4, "4 GPUs share each layer"], [8, "8 GPUs share each layer"]], standard: 1 },
-  { key: "launcher", where: "more-machine", label: "Launcher", values: ["deepspeed", "torchrun", "accelerate", "srun", "python"].map((n) => [n, n]), standard: "deepspeed" },
 ];
 const SAID = CHOICES.filter((c) => !c.into);
-const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher", "clip_rate", "subgroup_size"]; // also with a profiled workload
-const UNSHOWN = ["clip_rate", "subgroup_size", "fused_loss", "flash_attention", "flash_version", "recompute_share"]; // settings without a control
+const UNSHOWN = ["subgroup_size"]; // settings without a control, because only rows of a search set them
 // The page's own numbers, which no request contains: tokens to train on, and the price of a GPU for an hour.
 const OWN_NUMBERS = ["tokens", "price"];
 const OTHER_PARTS = ["model", "machine", "ds_config", "pin", "view", "job", "run", "from", "row"]; // of an address
@@ -79,8 +81,7 @@ export class Controls {
     if (s.ds_config && !workload) asked.ds_config = withNumbers(s.ds_config, s);
     const sent = { ...this.kept, ...asked };
     const idle = [];
-    if (workload) idle.push(...UNSHOWN.filter((key) => !FREE.includes(key)));
-    if (sent.keep_activations) idle.push("recompute_share");
+    idle.push(...OF_A_JOB.filter((control) => this.idle(control)).map((control) => control.key));
     if (!sent.storage_bytes && offloadOf(s.ds_config) !== "nvme") idle.push("endurance_bytes");
     for (const key of idle) delete sent[key];
     return sent;
@@ -109,7 +110,12 @@ export class Controls {
 
   // True if the profile fixes the choice.
   fixed(control) {
-    return Boolean(this.workload()) && !FREE.includes(control.key);
+    return Boolean(this.workload()) && (Boolean(control.into) || OF_A_PROFILE.includes(control.key));
+  }
+
+  // True if another choice leaves this one without an effect.
+  idle({ unless }) {
+    return Boolean(unless) && this.state[unless.key] === unless.value;
   }
 
   // The body of a request for a search of configurations: the same number of samples per step, and at most the same
@@ -189,7 +195,7 @@ export class Controls {
       this.tell();
     });
     document.getElementById(`controls-${choice.where}`).append(
-      element("div", { class: "control" }, element("label", { for: `c-${choice.key}` }, choice.label), select));
+      element("div", { class: "control", title: choice.about }, element("label", { for: `c-${choice.key}` }, choice.label), select));
   }
 
   picker(key, where, label) {
@@ -210,7 +216,7 @@ export class Controls {
     const input = element("input", { type: "range", id, min: 0, step: 1 });
     const number = element("input", { type: "number", id: `n-${slider.key}`, min: 0, step: "any", "aria-label": `${slider.label}, ${slider.unit}` });
     const unit = element("span", { class: "unit" }, slider.unit);
-    const row = element("div", { class: "control" },
+    const row = element("div", { class: "control", title: slider.about },
       element("span", { class: "row" }, element("label", { for: id }, slider.label), element("span", { class: "number" }, number, unit)), input);
     number.addEventListener("change", () => this.typed(slider, number.value));
     input.addEventListener("input", () => {
@@ -225,9 +231,10 @@ export class Controls {
 
   // The number beside a slider sets exactly this value, even if the slider does not stop there.
   typed(slider, text) {
-    const value = text === "" && slider.start === null ? null : Math.round(Number(text) * slider.each);
+    const exact = Number(text) * slider.each;
+    const value = text === "" && slider.start === null ? null : slider.each < 1 ? +exact.toPrecision(12) : Math.round(exact);
     const most = this.most(slider);
-    const wrong = value !== null && !(value > 0) ? "must be a number greater than 0" : value > most ? `must be at most ${slider.show(most)}${slider.key === "gpus" ? ": no host with more of this card is known" : ""}` : "";
+    const wrong = value !== null && !isAllowed(slider, value) ? `must be a number ${slider.least === 0 ? "from 0 on" : "greater than 0"}` : value > most ? `must be at most ${slider.show(most)}${slider.key === "gpus" ? ": no host with more of this card is known" : ""}` : "";
     const { number } = this.parts[slider.key];
     number.setCustomValidity(wrong);
     number.setAttribute("aria-invalid", String(Boolean(wrong)));
@@ -258,7 +265,7 @@ export class Controls {
     this.state.ds_config = this.readConfig(query.get("ds_config"));
     for (const slider of SLIDERS) {
       const value = Number(query.get(slider.key));
-      const usable = query.has(slider.key) && Number.isFinite(value) && value > 0;
+      const usable = query.has(slider.key) && Number.isFinite(value) && isAllowed(slider, value);
       if (query.has(slider.key) && !usable) this.unknown.push(`${slider.label} “${query.get(slider.key)}”`);
       this.set(slider, usable ? value : null);
     }
@@ -301,8 +308,8 @@ export class Controls {
     this.state.model = workload ? workload.name || workload : named("model", asked.model, (name) => this.models.includes(name));
     if (workload && !this.workload()) throw new Error(`The profile “${this.state.model}” is no longer on this server`);
     this.state.ds_config = asked.ds_config || null;
-    for (const slider of SLIDERS) this.set(slider, asked[slider.key] || null);
-    for (const choice of SAID) this.state[choice.key] = asked[choice.key] === undefined ? choice.standard : asked[choice.key];
+    for (const slider of SLIDERS) this.set(slider, asked[slider.key] ?? null);
+    for (const choice of SAID) this.state[choice.key] = asked[choice.key] ?? choice.standard;
     this.keep((key) => asked[key]);
     this.fill();
   }
@@ -357,7 +364,7 @@ export class Controls {
     const { ds_config: config } = this.state;
     for (const choice of CHOICES) {
       this.parts[choice.key].value = String(choice.from ? choice.from(config) : this.state[choice.key]);
-      this.parts[choice.key].disabled = this.fixed(choice);
+      this.parts[choice.key].disabled = this.fixed(choice) || this.idle(choice);
     }
     document.getElementById("config").hidden = !config;
     document.getElementById("config-keys").textContent = !config ? "" : this.workload() ? "not used, because a profiled workload contains its own settings" : Object.keys(config).join(", ");
@@ -411,7 +418,7 @@ export class Controls {
     number.placeholder = fixed || slider.start !== null ? "" : slider.show(null);
     unit.textContent = fixed ? text : slider.unit;
     input.setAttribute("aria-valuetext", text);
-    input.disabled = number.disabled = fixed;
+    input.disabled = number.disabled = fixed || this.idle(slider);
     row.classList.toggle("fixed", fixed);
     // Without a GPU, the emulated GPU's memory is a part of the host's memory.
     row.hidden = slider.key === "device_memory_bytes" && this.machines.get(this.state.machine).unified_memory;
@@ -480,7 +487,7 @@ export class Controls {
     this.unknown = [];
     if (changes.machine) this.toHost(changes.machine);
     for (const slider of SLIDERS) if (slider.key in changes) this.set(slider, changes[slider.key]);
-    for (const choice of SAID) if (choice.key in changes) this.state[choice.key] = changes[choice.key];
+    for (const choice of SAID) if (choice.key in changes) this.state[choice.key] = changes[choice.key] ?? choice.standard;
     this.keep((key) => (key in changes ? changes[key] : this.kept[key]));
     this.fill();
     go(this.query());
@@ -521,6 +528,10 @@ function machineFacts(machine) {
     device_memory_bytes: machine.device_memory_bytes, host_memory_bytes: machine.host_memory_bytes,
     unified_memory: Boolean(machine.unified_memory), estimates: Boolean(machine.device_flops_per_s), link_bytes_per_s: machine.h2d_bytes_per_s.median,
   };
+}
+
+function isAllowed(slider, value) {
+  return value > 0 || (value === 0 && slider.least === 0);
 }
 
 function nearest(steps, value) {
