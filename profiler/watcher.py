@@ -295,12 +295,12 @@ class PlainTimer(PhaseHooks):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._begun: dict[Phase, _Mark] = {}
-        self._phases: list[tuple[Phase, _Mark, _Mark]] = []
-        self._computed: list[tuple[_Mark, _Mark]] = []
-        self._paths: list[tuple[_Mark, _Mark]] = []
+        self._begun: dict[Phase, _Moment] = {}
+        self._phases: list[tuple[Phase, _Moment, _Moment]] = []
+        self._computed: list[tuple[_Moment, _Moment]] = []
+        self._paths: list[tuple[_Moment, _Moment]] = []
         # Begin and end of gradient work after all gradients are computed.
-        self._late_paths: list[tuple[_Mark, _Mark]] = []
+        self._late_paths: list[tuple[_Moment, _Moment]] = []
         self._in_epilogue = False
         self._wrap(engine.optimizer, "independent_gradient_partition_epilogue", self._gradients_computed)
         for name in BEFORE_UPDATES[partitions_parameters(engine.optimizer)]:
@@ -327,13 +327,13 @@ class PlainTimer(PhaseHooks):
 
     def _begins(self, phase: Phase) -> None:
         self.trace.phase = phase
-        self._begun[phase] = _Mark()
+        self._begun[phase] = _Moment()
 
     def _ends(self, phase: Phase) -> None:
         self.trace.phase = "other"
         begun = self._begun.pop(phase, None)
         if begun is not None:
-            self._phases.append((phase, begun, _Mark()))
+            self._phases.append((phase, begun, _Moment()))
 
     def _gradients_computed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the time until all gradients are computed.
@@ -342,7 +342,7 @@ class PlainTimer(PhaseHooks):
         """
         begun = self._begun.get("backward")
         if begun is not None:
-            self._computed.append((begun, _Mark()))
+            self._computed.append((begun, _Moment()))
         self._in_epilogue = True
         try:
             return original(*args, **kwargs)
@@ -350,9 +350,9 @@ class PlainTimer(PhaseHooks):
             self._in_epilogue = False
 
     def _gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        begin = _Mark()
+        begin = _Moment()
         result = original(*args, **kwargs)
-        (self._late_paths if self._in_epilogue else self._paths).append((begin, _Mark()))
+        (self._late_paths if self._in_epilogue else self._paths).append((begin, _Moment()))
         return result
 
     def _issued(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -363,7 +363,7 @@ class PlainTimer(PhaseHooks):
         return result
 
 
-class _Mark:
+class _Moment:
     """A point in the CPU's time and, with CUDA, in the current stream."""
 
     def __init__(self) -> None:
@@ -373,7 +373,7 @@ class _Mark:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
-    def seconds_to(self, later: "_Mark") -> float:
+    def seconds_to(self, later: "_Moment") -> float:
         """Return the seconds from this point to a later one in the same stream. The GPU must have reached both."""
         if self._event is None:
             return later.host_s - self.host_s

@@ -5,7 +5,7 @@ import logging
 STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's format, without line numbers
 
 
-class _Named(logging.Formatter):
+class _NamedLines(logging.Formatter):
     """A log formatter that puts ebbtide's name before each message that does not begin with this name."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
@@ -27,6 +27,6 @@ def show(rank: int) -> None:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(_Named(STYLE))
+        handler.setFormatter(_NamedLines(STYLE))
         logger.addHandler(handler)
         logger.propagate = False  # otherwise each line would appear twice if a library configures the root logger later

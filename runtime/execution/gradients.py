@@ -46,7 +46,7 @@ SEND_SUM = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=Fal
 
 
 @dataclass(slots=True)
-class _Run:
+class _AdjacentGradients:
     """Adjacent gradients with one common copy. They are adjacent on the GPU and in the host buffer.
 
     Attributes:
@@ -102,7 +102,7 @@ class GradientOps:
         # Copies to the host that have not ended, with their bytes.
         self._under_way: deque[tuple[Completion, int]] = deque()
         self._together = False
-        self._run: _Run | None = None  # gradients to copy to the host that may still be joined by others
+        self._run: _AdjacentGradients | None = None  # gradients to copy to the host that may still be joined by others
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class GradientOps:
             run.buffer_end, run.source_end = ends
         else:
             self._leave()
-            self._run = _Run(how, subgroup, layer, buffer, source, elements, [offset], *ends)
+            self._run = _AdjacentGradients(how, subgroup, layer, buffer, source, elements, [offset], *ends)
         if not self._together:
             self._leave()
 

@@ -24,7 +24,7 @@ class InterpreterEndsError(RuntimeError):
     """An error: the Python interpreter is ending, so that no background work may begin."""
 
 
-class _Work:
+class _NativeWork:
     """The number of threads that are inside a `native_work` block, and whether more threads may enter such a block.
 
     No thread may enter once the Python interpreter is ending.
@@ -36,7 +36,7 @@ class _Work:
         self.ending = False
 
 
-_work = _Work()
+_work = _NativeWork()
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def fail_at_the_end() -> None:
 
 def _forget_the_parents_threads() -> None:
     global _work
-    _work = _Work()
+    _work = _NativeWork()
 
 
 os.register_at_fork(after_in_child=_forget_the_parents_threads)

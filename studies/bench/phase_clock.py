@@ -51,8 +51,8 @@ class TrainingThreads:
     """The main thread, which makes this object, and autograd's thread, which the first backward shows."""
 
     def __init__(self) -> None:
-        self._main = _Thread()
-        self._autograd: _Thread | None = None
+        self._main = _CallingThread()
+        self._autograd: _CallingThread | None = None
 
     def watch(self, loss: torch.Tensor) -> None:
         """Find out in the backward of ``loss`` which thread runs it."""
@@ -62,7 +62,7 @@ class TrainingThreads:
         del gradient
         known = {thread.number for thread in (self._main, self._autograd) if thread is not None}
         if threading.get_native_id() not in known:
-            self._autograd = _Thread()
+            self._autograd = _CallingThread()
 
     def sample(self) -> ThreadCounters:
         other = self._autograd
@@ -77,7 +77,7 @@ class TrainingThreads:
         )
 
 
-class _Thread:
+class _CallingThread:
     """The calling thread. Another thread can read its CPU time and its core."""
 
     def __init__(self) -> None:

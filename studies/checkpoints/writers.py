@@ -192,7 +192,7 @@ def run_writer(name: str, workload: TimedJob, folder: Path) -> dict[str, Any]:
     engine, batches = _engine(workload, WRITERS[name].config())
     writer = WRITERS[name](engine)
     folder.mkdir(parents=True, exist_ok=True)
-    session = _Session(engine, batches, writer, folder)
+    session = _SavingRun(engine, batches, writer, folder)
     session.train(WARM_STEPS, every=0)
     if name != "none":
         session.train(2, every=1)  # warms up files, buffers and processes
@@ -224,7 +224,7 @@ def _engine(workload: TimedJob, config: dict[str, Any]) -> tuple[Any, Any]:
     return engine, Batches(1, workload.sequence)
 
 
-class _Session:
+class _SavingRun:
     """A training run that saves a checkpoint every few steps with one of the compared checkpoint writers, such as
     ebbtide's.
     """
@@ -271,7 +271,7 @@ class _Session:
         return stall
 
 
-def _write_rate(session: _Session, folder: Path) -> float:
+def _write_rate(session: _SavingRun, folder: Path) -> float:
     rates = []
     for number in range(3):
         begin = time.perf_counter()
@@ -284,7 +284,7 @@ def _write_rate(session: _Session, folder: Path) -> float:
     return median(rates)
 
 
-def rates_in_turn(session: _Session, writer: Ebbtide, workload: TimedJob) -> dict[str, Any]:
+def rates_in_turn(session: _SavingRun, writer: Ebbtide, workload: TimedJob) -> dict[str, Any]:
     """Measure the bytes per second that ebbtide's checkpoint writer and plain O_DIRECT writes reach on one disk.
 
     A time runs from the first block until the bytes are on the disk. All writers run in each of several rounds,
@@ -317,7 +317,7 @@ def rates_in_turn(session: _Session, writer: Ebbtide, workload: TimedJob) -> dic
     }
 
 
-def _saved_alone(session: _Session, writer: Ebbtide) -> float:
+def _saved_alone(session: _SavingRun, writer: Ebbtide) -> float:
     old, session.last_tag = session.last_tag, f"{session.last_tag}t"
     writer.save(session.folder, session.last_tag)
     told = writer.lazy.wait()

@@ -206,7 +206,7 @@ def _awaited(schedule: Schedule, op: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Gathers:
+class _LayerGathers:
     """The all-gathers of parameters that follow from the layers of a simulated workload.
 
     The class has the interface of `Gathered`, which describes the all-gathers of a real engine.
@@ -268,8 +268,8 @@ class _Engine:
     def units(self) -> Mapping[tuple[int, int], str]:
         return {(place.subgroup, place.offset): str(parameter.layer) for parameter, place in _keys(self.work)}
 
-    def gathers(self) -> "_Gathers | None":
-        return _Gathers(self.work) if self.work.zero_stage == 3 else None
+    def gathers(self) -> "_LayerGathers | None":
+        return _LayerGathers(self.work) if self.work.zero_stage == 3 else None
 
     def wire_dtype(self) -> str:
         return self.work.wire_dtype

@@ -87,7 +87,7 @@ def main() -> None:
     publish("storage_tier", args.json, figures)
 
 
-class _Runs:
+class _VariantRuns:
     """The training runs of all variants so far, each in its own process.
 
     Attributes:
@@ -133,7 +133,7 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         - the cost of a checkpoint after every step, the bytes that a resume reads, and ebbtide's host memory per
           parameter
     """
-    runs = _Runs(size, steps, folder)
+    runs = _VariantRuns(size, steps, folder)
     found, beside = runs.found, runs.beside
     runs.train(*STOCK)
     runs.train_beside_the_disk(ALL_STORED)

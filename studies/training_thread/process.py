@@ -48,11 +48,11 @@ class IssuingDevice(EmulatedDevice):
         lanes = super().lanes()
         for name in (LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS):
             lanes[name].close()
-            lanes[name] = LaneQueue(name.value, _Stream(), lambda _: _Event(), own_thread=False)
+            lanes[name] = LaneQueue(name.value, _Stream(), lambda _: _PastEvent(), own_thread=False)
         return lanes
 
-    def current_event(self) -> "_Event":
-        return _Event()
+    def current_event(self) -> "_PastEvent":
+        return _PastEvent()
 
     def training_streams(self) -> list[Any]:
         return [_Stream()]
@@ -66,11 +66,11 @@ class IssuingDevice(EmulatedDevice):
 
 
 class _Stream:
-    def wait_event(self, event: "_Event") -> None:
+    def wait_event(self, event: "_PastEvent") -> None:
         pass
 
 
-class _Event:
+class _PastEvent:
     def synchronize(self) -> None:
         pass
 

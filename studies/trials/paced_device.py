@@ -39,7 +39,7 @@ class EmulatedRates:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _PacedWork:
     left_s: float  # seconds left at full speed
     demand: Mapping[str, float]
     speed: float = 1.0
@@ -60,7 +60,7 @@ class FluidPacer:
                 is its bytes per second. A resource without an entry is unlimited.
         """
         self._capacities = dict(capacities)
-        self._active: list[_Job] = []
+        self._active: list[_PacedWork] = []
         self._changed = threading.Condition()
         self._now_s = time.perf_counter()
 
@@ -75,21 +75,21 @@ class FluidPacer:
             seconds: Time that the work takes if no other work runs.
             demand: Amount of each resource that the work then uses per second, by the resource's name.
         """
-        job = _Job(seconds, demand)
+        job = _PacedWork(seconds, demand)
         self._begin(job)
         try:
             yield
         finally:
             self._end(job)
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: _PacedWork) -> None:
         with self._changed:
             self._advance()
             if job.left_s > 0:
                 self._active.append(job)
                 self._share()
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _PacedWork) -> None:
         with self._changed:
             self._advance()
             while job.left_s > 0:

@@ -68,7 +68,7 @@ ANOTHER_WAY = (
 
 
 @dataclass
-class _Ways:
+class _WaysOut:
     space: Changing
 
     def way(self, changes: Changes) -> WayOut | None:
@@ -120,7 +120,7 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
         freedom: Arguments of `Question` on what plans may do, such as ``subgroup_sizes``. None: their defaults.
         limits: Further arguments of `with_storage`, such as memory limits.
     """
-    tried = _Ways(Changing(job, machine, limits, freedom or {}))
+    tried = _WaysOut(Changing(job, machine, limits, freedom or {}))
     found: dict[str, WayOut] = {}
     for base in _bases(job):
         least = min(
@@ -160,7 +160,7 @@ def another_gpu(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = 
     The usual sizes are those of common GPUs, such as 24, 40 or 80 GiB. Return an empty string if no size is large
     enough, or if the GPU shares its memory with the CPU.
     """
-    tried = _Ways(Changing(job, machine, limits, freedom or {}))
+    tried = _WaysOut(Changing(job, machine, limits, freedom or {}))
     sizes = [n * GIB for n in DEVICE_GIB if n * GIB > machine.device_memory_bytes]
     steps: list[Changes] = [{"device_memory_bytes": n} for n in sizes]
     way = None if machine.unified_memory else tried.nearest(steps)
@@ -169,7 +169,7 @@ def another_gpu(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = 
     )
 
 
-def _relaxed(enough: list[Changes], base: Changes, tried: _Ways) -> Iterator[Changes]:
+def _relaxed(enough: list[Changes], base: Changes, tried: _WaysOut) -> Iterator[Changes]:
     if enough:
         least = dict(enough[0])
         for name in reversed(tuple(LEANER)):

@@ -35,7 +35,7 @@ class CardsCall(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Point:
+class _SweepPoint:
     machine: Machine
     workload: Workload
     limits: Limits
@@ -63,13 +63,13 @@ def sweep(call: SweepCall, progress: ShowProgress) -> dict[str, Any]:
     points, plans = [_point(one) for one in call.points], list(call.plans)
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
-        if isinstance(point, _Point) and call.search:
+        if isinstance(point, _SweepPoint) and call.search:
             with suppress(ImpossibleError):
                 plans.append(quick_plan(point.workload, point.machine, point.limits, **point.freedom))
     return {"points": [_point_figures(point, plans) for point in points]}
 
 
-def _point(asked: Answer | str) -> _Point | str:
+def _point(asked: Answer | str) -> _SweepPoint | str:
     if isinstance(asked, str):
         return asked
     try:
@@ -78,10 +78,10 @@ def _point(asked: Answer | str) -> _Point | str:
         limits, machine = allowed(asked, workload, machine)
     except RuleError as error:
         return str(error)
-    return _Point(machine, workload, limits, freedom(asked))
+    return _SweepPoint(machine, workload, limits, freedom(asked))
 
 
-def _point_figures(point: _Point | str, plans: Sequence[Plan]) -> dict[str, Any]:
+def _point_figures(point: _SweepPoint | str, plans: Sequence[Plan]) -> dict[str, Any]:
     if isinstance(point, str):
         return {"rows": [], "refused": worded(point), "plan": None}
     plan = point.best(plans)

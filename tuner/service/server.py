@@ -90,7 +90,7 @@ def config(service: Service, host: str, port: int) -> uvicorn.Config:
     )
 
 
-class _Server(uvicorn.Server):
+class _ServerOfFeeds(uvicorn.Server):
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._service = service
@@ -102,7 +102,7 @@ class _Server(uvicorn.Server):
 
 def run(service: Service, host: str, port: int) -> None:
     """Run the service's HTTP server until it is interrupted or terminated."""
-    server = _Server(service, config(service, host, port))
+    server = _ServerOfFeeds(service, config(service, host, port))
     socket = server.config.bind_socket()
     socket.listen(BACKLOG)  # before the address is printed, so that an immediate client waits instead of being refused
     shown = f"[{host}]" if ":" in host else host

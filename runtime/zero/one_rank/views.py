@@ -239,7 +239,7 @@ def _hooks(views: Views, root: torch.nn.Module) -> tuple[Callable[..., Any], Cal
     return torch.compiler.disable(before), torch.compiler.disable(after)
 
 
-class _Entered(torch.autograd.Function):
+class _ViewEntered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         del ctx
@@ -251,7 +251,7 @@ class _Entered(torch.autograd.Function):
         return gradient
 
 
-_entered = applied(_Entered)
+_entered = applied(_ViewEntered)
 
 
 def _entering(tensor: torch.Tensor) -> torch.Tensor:
