@@ -247,6 +247,7 @@ class Rows:
     _columns: list[int] = field(default_factory=list)
     _values: list[float] = field(default_factory=list)
     _ends: list[int] = field(default_factory=lambda: [0])
+    _made: Any = None  # the matrix of all rows, if none was added since
 
     def new(self, count: int) -> Columns:
         """Add ``count`` variables to a linear program, and return the numbers of their columns."""
@@ -271,6 +272,7 @@ class Rows:
                 self._values += factor.tolist()
             else:
                 self._values += [float(factor)] * len(columns)
+        self._made = None
         self._ends.append(len(self._columns))
         self.names.append(name)
         self.most.append(limit)
@@ -304,10 +306,11 @@ class Rows:
     def _matrix(self) -> Any:  # Any, because scipy's sparse arrays have no types
         from scipy.sparse import csr_array
 
-        rows = (self._values, self._columns, self._ends)
-        made = csr_array(rows, shape=(len(self.most), len(self.upper)))
-        made.sum_duplicates()
-        return made
+        if self._made is None:
+            rows = (self._values, self._columns, self._ends)
+            self._made = csr_array(rows, shape=(len(self.most), len(self.upper)))
+            self._made.sum_duplicates()
+        return self._made
 
 
 MOST_BLOCKS = 16  # largest number of blocks of layers
@@ -394,6 +397,7 @@ class BoundProblem:
             norm becomes known.
         kept: For each way in ``held``, one variable per block: the fraction with state still in the buffer when the
             next forward has ended.
+        located: Number of the row with the fraction whose 16-bit parameters are in host memory. -1: any fraction.
     """
 
     given: Workload
@@ -402,6 +406,7 @@ class BoundProblem:
     ways: Sequence[Way]
     rows: Rows = field(default_factory=Rows)
     most_blocks: int = MOST_BLOCKS
+    located: int = -1
 
     def __post_init__(self) -> None:
         self.work = w = serial(self.given)
@@ -661,8 +666,16 @@ class Bound:
     binding: tuple[str, ...]
 
 
+Programs = dict[tuple[Limits, bool], tuple[BoundProblem, list[Term]]]  # by limits and whether locations are given
+
+
 def lower_bound(
-    workload: Workload, machine: Machine, limits: Limits | None = None, *, away: float | None = None
+    workload: Workload,
+    machine: Machine,
+    limits: Limits | None = None,
+    *,
+    away: float | None = None,
+    programs: Programs | None = None,
 ) -> Bound:
     """Return a lower bound for the mean iteration time of every plan that stays within given memory limits.
 
@@ -674,17 +687,19 @@ def lower_bound(
         limits: Memory limits of one rank. Plans may store optimizer state on drives only if ``limits`` has a limit for
             drives. None: all memory of the machine, and no drives.
         away: Number of parameter elements with their 16-bit copy in host memory. None: plans may choose this number.
+        programs: Linear programs of earlier bounds for the same job and machine, to which this one's is added.
 
     Raises:
         ValueError: No plan fits into memory.
     """
     limits = limits or Limits.of(workload, machine, margin=0.0)
-    p = problem(workload, machine, limits, early=_updates_early(workload, machine))
+    programs, key = {} if programs is None else programs, (limits, away is not None)
+    if key not in programs:
+        programs[key] = _program(workload, machine, limits, located=away is not None)
+    p, terms = programs[key]
     if away is not None:
-        there = [n for n, way in enumerate(p.ways) if way.parameters == "host"]
-        p.rows.equal(away / workload.params, (p.x[:, there].ravel(), 1.0))
-    clipping = workload.expected_clip_rate
-    solved = p.rows.lowest(*p.mean(1 - clipping), *clipping_steps(p).mean(clipping))
+        p.rows.least[p.located] = p.rows.most[p.located] = away / workload.params
+    solved = p.rows.lowest(*terms)
     if solved is None:
         raise ValueError(
             "parameters, gradients, state and activations must fit into memory, but no plan fits into "
@@ -696,6 +711,16 @@ def lower_bound(
         split[way.placement] += float(x[p.x[:, n]].sum()) * workload.params
     least_s = max(_rounded_down(p.rest_s + seconds), _passes_s(workload, machine))
     return Bound(least_s, split, p.rows.full(x))
+
+
+def _program(workload: Workload, machine: Machine, limits: Limits, *, located: bool) -> tuple[BoundProblem, list[Term]]:
+    p = problem(workload, machine, limits, early=_updates_early(workload, machine))
+    if located:
+        there = [n for n, way in enumerate(p.ways) if way.parameters == "host"]
+        p.located = len(p.rows.most)
+        p.rows.equal(0.0, (p.x[:, there].ravel(), 1.0))
+    clipping = workload.expected_clip_rate
+    return p, [*p.mean(1 - clipping), *clipping_steps(p).mean(clipping)]
 
 
 def rough_bound_s(workload: Workload, machine: Machine, limits: Limits) -> float:
@@ -794,6 +819,7 @@ class Bounds:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Limits, int | None], Bound | ValueError] = {}
+        self._programs: Programs = {}
 
     def of(self, workload: Workload, machine: Machine, limits: Limits, away: int | None) -> Bound:
         """Return a lower bound of the iteration time under any plan within memory limits.
@@ -807,7 +833,7 @@ class Bounds:
         key = limits, away
         if key not in self._known:
             try:
-                self._known[key] = lower_bound(workload, machine, limits, away=away)
+                self._known[key] = lower_bound(workload, machine, limits, away=away, programs=self._programs)
             except ValueError as error:
                 self._known[key] = error
         found = self._known[key]

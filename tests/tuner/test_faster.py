@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from itertools import combinations
 
 import pytest
 from ebbtide import estimate
@@ -11,8 +12,10 @@ from ebbtide.simulator.estimates.knobs import needs
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan
+from ebbtide.tuner.advice import tried
 from ebbtide.tuner.advice.faster import WORTH, Faster, faster
 from ebbtide.tuner.advice.tried import Changing
+from ebbtide.tuner.placements.decision import decide
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer
@@ -43,6 +46,16 @@ def test_each_line_is_faster_than_the_line_before_and_asks_for_more():
     work = estimated(found[-1].job, have)
     again = quick_plan(work, have, Limits.of(work, have))
     assert again.prediction.iteration_s <= found[-1].outcome.iteration_s * 1.003, "planning it is no slower than told"
+
+
+def test_no_search_is_made_twice(monkeypatch):
+    job, have, before_s, found = lines()
+    asked = []
+    monkeypatch.setattr(tried, "decide", lambda question: asked.append(question) or decide(question))
+    again = faster(job, have, before_s)
+    assert [one.changes for one in again] == [one.changes for one in found]
+    assert len(asked) > 1
+    assert not any(one == other for one, other in combinations(asked, 2))
 
 
 def test_a_line_is_no_longer_offered_once_it_is_taken():

@@ -12,7 +12,6 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.flags import config_of, label_of, options_of
 from ebbtide.tuner.advice.tried import Changing, JobOutcome, Tried
-from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.quantities import seconds_text
 
 LINES = (0, 1, 2)  # the best change of the DeepSpeed config alone, then with the trainer's arguments, then with kernels
@@ -98,7 +97,7 @@ def _best(space: Changing, every: list[Changes], below_s: float) -> tuple[Tried,
         if tried.bound_s >= below_s or searches == MOST_SEARCHES:
             break
         leaner = _leaner(space, tried)
-        outcome = leaner.outcome(QUICK, few=True)
+        outcome = leaner.brief
         searches += leaner.alone is None
         if outcome.fits and outcome.iteration_s < below_s:
             best, below_s = (leaner, outcome), outcome.iteration_s * (1 - NEEDLESS)

@@ -128,6 +128,11 @@ class Tried:
             self.workload, self.machine, self.limits, folders=self.folders, effort=effort, **{**self.freedom, **freedom}
         )
 
+    @cached_property
+    def brief(self) -> JobOutcome:
+        """Return the outcome of a search with few micro-batches and one subgroup size. Several lines of advice ask."""
+        return self.outcome(QUICK, few=True)
+
     def outcome(self, effort: float = QUICK, *, few: bool = False, **freedom: Any) -> JobOutcome:
         """Search a plan for this job, and return its time and memory. Without a plan, DeepSpeed alone is simulated.
 
