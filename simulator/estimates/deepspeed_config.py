@@ -244,9 +244,11 @@ class _Resolver:
             raise ModelError("only one of bf16 and fp16 may be enabled, but got both", key="ds_config.bf16")
         if chosen:
             return chosen.pop()
-        if any(enabled == AUTO for enabled, _ in states) or not self.config:
-            self.notes.append(f"precision: auto -> {given or 'bf16'}")
-            return given or "bf16"
+        automatic = [dtype for enabled, dtype in states if enabled == AUTO]
+        if automatic or not self.config:  # a trainer can only enable a section that is "auto"
+            dtype: WireDtype = given or next(iter(automatic), "bf16")
+            self.notes.append(f"precision: auto -> {dtype}")
+            return dtype
         if given is None:
             self.notes.append("precision: fp32, because the config enables neither bf16 nor fp16")
         return given or "fp32"

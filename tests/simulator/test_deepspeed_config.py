@@ -326,6 +326,21 @@ KNOBS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("sections", "precision"),
+    [
+        ({"fp16": {"enabled": "auto"}}, "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, "fp16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, "bf16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16"),
+    ],
+)
+def test_auto_enables_no_precision_that_a_config_leaves_out(sections, precision):
+    job = Job.of_deepspeed(GPT, {**sections, "zero_optimization": {"stage": 2}})
+    assert job.precision == precision
+    assert f"precision: auto -> {precision}" in job.notes
+
+
 @pytest.mark.parametrize("knobs", KNOBS)
 def test_a_changed_job_is_the_one_that_its_own_config_describes(knobs):
     given = config({**CPU, "pin_memory": False}, reduce_bucket_size="auto")
