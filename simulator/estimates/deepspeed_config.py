@@ -238,15 +238,15 @@ class _Resolver:
 
     def precision(self, given: WireDtype | None) -> WireDtype:
         names: tuple[tuple[str, WireDtype], ...] = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
-        states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]
-        chosen = {dtype for enabled, dtype in states if enabled is True}
+        states = [(self.section(key).get("enabled", False), name) for key, name in names]
+        chosen = {name for enabled, name in states if enabled is True}
         if len(chosen) > 1:
             raise ModelError("only one of bf16 and fp16 may be enabled, but got both", key="ds_config.bf16")
         if chosen:
             return chosen.pop()
-        automatic = [dtype for enabled, dtype in states if enabled == AUTO]
+        automatic = [name for enabled, name in states if enabled == AUTO]
         if automatic or not self.config:  # a trainer can only enable a section that is "auto"
-            dtype: WireDtype = given or next(iter(automatic), "bf16")
+            dtype: WireDtype = given or (automatic[0] if automatic else "bf16")
             self.notes.append(f"precision: auto -> {dtype}")
             return dtype
         if given is None:
