@@ -72,7 +72,7 @@ OF_LAYERS = frozenset(
 
 # The estimated times of a mixture-of-experts model's layers beyond the rates: routing, the load of experts, loops or
 # grouped kernels, and how many gathers there are. Reports of such runs differ from each other by more than a factor of
-# 10, and none gives all settings (`studies.published_runs`). A factor of 2.5 either way in nine of ten.
+# 10, and only three give nearly all settings (`studies.published_runs`). A factor of 2.5 either way in nine of ten.
 LAYERS_OF_EXPERTS = Correction("layers of experts", (), 0.56)
 EXPERTS_SPREAD = LAYERS_OF_EXPERTS.width
 # Standard deviation, in log units, of the error that all runs of a campaign share, between campaigns. Measured on nodes
