@@ -118,8 +118,8 @@ class Control:
 
     Attributes:
         label: Label of the control. Empty: the setting's name.
-        choices: Values to choose from, with their texts. Empty: no and yes for a switch, the names that the setting may
-            have, or a slider.
+        choices: Texts of the values of a switch, or of a setting that has few. Empty: no and yes, or the values. The
+            control of a number is a slider, because the number may be none of the choices.
         stops: Values at which a slider stops. Empty: powers of two, or percentages of a share.
         unit: Unit of a slider's numbers, in the plural. A share is given in percent.
         unset: Text for the value None.
@@ -259,11 +259,7 @@ class Job(BaseModel):
         Asked(
             "degree of tensor parallelism, the number of ranks that split each layer (default: 1).",
             null=False,
-            control=Control(
-                "Tensor parallelism",
-                {1: "none", **{n: f"{n} GPUs share each layer" for n in (2, 4, 8)}},
-                of_machine=True,
-            ),
+            control=Control("GPUs that share each layer", stops=(1, 2, 4, 8), of_machine=True),
         ),
         _PROGRAM,
     ] = 1

@@ -115,6 +115,8 @@ class Wider(Job):
 def test_every_setting_of_requests_has_a_control_on_the_page():
     shown = {control["key"]: control for control in controls_of_a_job()}
     assert list(shown) == [one.http for one in settings() if one.http is not None]
+    numbers = [one.http for one in settings() if one.http is not None and one.kind in (int, float)]
+    assert all("steps" in shown[key] for key in numbers), "a choice cannot show a number that is not among its values"
     for key, control in shown.items():
         values = [value for value, _ in control["values"]] if "values" in control else control["steps"]
         assert control["standard"] in values

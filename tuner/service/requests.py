@@ -205,7 +205,7 @@ def controls_of_a_job(job: type[Job] = Job) -> list[dict[str, Any]]:
             other = by_flag[asked.unless]
             shown["unless"] = {"key": other.http, "value": other.flag == other.http}
         known = get_args(one.kind)
-        if control.choices or one.kind is bool or known:
+        if one.kind is bool or known:
             texts = control.choices or ({False: "no", True: "yes"} if not known else {v: str(v) for v in known})
             shown["values"] = [[None, control.unset]] if usual is None else []
             shown["values"] += [[value, text] for value, text in texts.items()]
