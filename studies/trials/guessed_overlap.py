@@ -138,8 +138,9 @@ def _measured(setting: PacedTraining, ratio: float, steps: int, clipped_steps: i
     given, machine = setting.given_workload(), setting.machine()
     work = bench.workload(steps) if profiled else given
     clipped += [False] * bench.steps
-    plain = ebbtide.tuner.plan(work, machine, memory_margin=0)
-    guessed = ebbtide.tuner.plan(work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0)
+    plain, guessed = (  # where each step clips, no plan has early updates
+        ebbtide.tuner.plan(work.model_copy(update={"clip_rate": rate}), machine, memory_margin=0) for rate in (1.0, 0.0)
+    )
     barrier_s, guessed_s = (mean_s(plan, 0.0, steps) for plan in (plain, guessed))
     slower = {}
     for rate in CLIP_RATES:
