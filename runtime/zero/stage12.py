@@ -313,10 +313,10 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
             executor.wait_parameters(subgroups)
             if len(begun) == GATHERS_UNDER_WAY:
                 begun.popleft().wait()
-            partitions, ranks = self.__dict__["parallel_partitioned_bit16_groups"][number], self.real_dp_process_group
+            partitions = self.__dict__["parallel_partitioned_bit16_groups"][number]
             pieces = [partition.narrow(0, begin, elements).detach() for partition in partitions]
-            own = pieces[dist.get_rank(group=ranks[number])]
-            begun.append(dist.all_gather(pieces, own, ranks[number], async_op=True))
+            ranks = self.real_dp_process_group[number]
+            begun.append(dist.all_gather(pieces, pieces[dist.get_rank(group=ranks)], ranks, async_op=True))
         executor.wait_all()
         for exchange in begun:
             exchange.wait()

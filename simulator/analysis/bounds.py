@@ -247,11 +247,11 @@ class Rows:
     _columns: list[int] = field(default_factory=list)
     _values: list[float] = field(default_factory=list)
     _ends: list[int] = field(default_factory=lambda: [0])
-    _made: Any = None  # the matrix of all rows, if none was added since
+    _made: Any = None  # the matrix of all rows and variables, if none was added since
 
     def new(self, count: int) -> Columns:
         """Add ``count`` variables to a linear program, and return the numbers of their columns."""
-        first = len(self.upper)
+        first, self._made = len(self.upper), None
         self.upper += [np.inf] * count
         return np.arange(first, first + count)
 

@@ -151,7 +151,7 @@ class Asked:
         null: False if a request cannot leave the value to the DeepSpeed config, the machine or a profile.
         profiled: False if a profiled workload does not contain the setting.
         unless: Flag with which this one has no effect.
-        control: Control on the planning service's page. A setting with a request's field has one without further ado.
+        control: Control on the planning service's page, where each setting with a field of requests has one.
     """
 
     help: str

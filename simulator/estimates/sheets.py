@@ -358,14 +358,6 @@ _GRACE_HOPPER: Fields = {
     "core": (30e9, "a Neoverse V2 core"),
     "alone": 1.0,  # SuperOffload, arXiv 2509.21271: DeepSpeedCPUAdam takes 0.1 s for a billion parameters
 }
-_ONE_GRACE: Fields = {
-    "gpus": 1,
-    "cores": 72,
-    "host_gib": 480,
-    "dram_bytes_per_s": 384e9,
-    "dram_detail": "480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
-    "network": (50e9, "datasheet", "one 400 Gbit/s port"),
-}
 
 
 def _several(
@@ -489,7 +481,15 @@ SHEETS: Mapping[str, Sheet] = {
         dram_detail="two sockets of 8 channels DDR5-5600 (716.8 GB/s)",
         nvlink=(900e9, "NVLink 5 through NVSwitch, one direction"),
     ),
-    "gh200": Sheet(**_GRACE_HOPPER, **_ONE_GRACE),
+    "gh200": Sheet(
+        **_GRACE_HOPPER,
+        gpus=1,
+        cores=72,
+        host_gib=480,
+        dram_bytes_per_s=384e9,
+        dram_detail="480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
+        network=(50e9, "datasheet", "one 400 Gbit/s port"),
+    ),
     # HPE Cray EX254n, as in Alps and Isambard-AI: four superchips of 120 GB, each with a network port.
     "gh200-x4": Sheet(
         **_GRACE_HOPPER,

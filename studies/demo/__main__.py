@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,8 @@ class Demo:
     def _watch(self, child: PhaseProcess, title: str) -> None:
         with self._bar() as bar:
             task = bar.add_task(title, total=None, note="")
-            for step in child.progress(tell=bar.console.print):
+            tell = partial(bar.console.print, markup=False, soft_wrap=True)  # one line, so that commands can be copied
+            for step in child.progress(tell):
                 bar.update(task, completed=step.done, total=step.total, note=step.note)
         if not child.waits:
             child.finish()

@@ -1,4 +1,6 @@
+import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +30,7 @@ def build(folder):
     from ebbtide.runtime.hardware.builds import tell_builds
     from torch.utils import cpp_extension
 
+    threading.Timer(60, os._exit, (1,)).start()  # the test fails if nothing is told
     tell_builds(cpp_extension, lambda: 0)
     cpp_extension.load("nothing", [str(Path(folder) / "nothing.cpp")], build_directory=folder)
 

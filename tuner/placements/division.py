@@ -145,10 +145,6 @@ def _base(workload: Workload) -> float:
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
     """Raise an error if a training job cannot fit into the allowed memory under any plan."""
-    program = _program(workload, machine, limits, None)
-    bytes_of_ways = zip(*(row[: len(program.used)] for row in program.rows), strict=True)
-    if any(all(n <= most for n, most in zip(way, program.ends, strict=True)) for way in bytes_of_ways):
-        return  # all subgroups may have the same placement, as in most jobs
     least = roomiest(workload, machine, limits)
     if limits.missing_bytes(least):
         raise ImpossibleError.explain(workload, limits, [least])

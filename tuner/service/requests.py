@@ -168,10 +168,14 @@ def fields_of_a_job(job: type[Job] = Job) -> dict[str, Any]:
         usual = one.value(job.model_fields[one.name].default, one.http)
         kind = one.kind
         if kind is not bool and (one.asked.limits or not get_args(kind)):  # a Literal limits itself
-            kind = Annotated[float if kind is float else int, one.asked.limits or Field(ge=1, le=65_536)]
+            kind = Annotated[float if kind is float else int, _limits(one)]
         kind = Annotated[kind if kind is bool or not one.asked.null else kind | None, Field(description=_about(one))]
         fields[one.http] = (kind, None if one.kind is not bool and one.asked.null else usual)
     return fields
+
+
+def _limits(setting: Setting) -> Any:
+    return setting.asked.limits or Field(ge=1, le=65_536)
 
 
 def _about(setting: Setting) -> str:
@@ -206,14 +210,14 @@ def controls_of_a_job(job: type[Job] = Job) -> list[dict[str, Any]]:
             shown["unless"] = {"key": other.http, "value": other.flag == other.http}
         known = get_args(one.kind)
         if one.kind is bool or known:
-            texts = control.choices or ({False: "no", True: "yes"} if not known else {v: str(v) for v in known})
+            texts = control.choices or {value: str(value) for value in known} or {False: "no", True: "yes"}
             shown["values"] = [[None, control.unset]] if usual is None else []
             shown["values"] += [[value, text] for value, text in texts.items()]
         else:
             share = one.kind is float
-            limits = (asked.limits or Field(ge=1, le=65_536)).metadata
+            rules = _limits(one).metadata
             least, most = (
-                next((v for r in limits if (v := getattr(r, at, None)) is not None), None) for at in ("ge", "le")
+                next((v for rule in rules if (v := getattr(rule, at, None)) is not None), None) for at in ("ge", "le")
             )
             stops = control.stops or ((0.25, 0.5, 0.75, 1) if share else tuple(2**n for n in range(7)))
             shown |= {

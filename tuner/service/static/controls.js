@@ -7,7 +7,6 @@ import { element, gib, GIB } from "./format.js";
 
 // The settings of a job come from the fields of the class `Job`, by `controls_of_a_job`. `about`: help. `profiled`: a
 // profiled workload contains the setting. `unless`: value of another setting with which this one has no effect.
-const OF_A_PROFILE = OF_A_JOB.filter((control) => control.profiled).map((control) => control.key);
 
 function counter(control) {
   const { unit, unset, standard, each } = control;
@@ -80,8 +79,7 @@ export class Controls {
     }
     if (s.ds_config && !workload) asked.ds_config = withNumbers(s.ds_config, s);
     const sent = { ...this.kept, ...asked };
-    const idle = [];
-    idle.push(...OF_A_JOB.filter((control) => this.idle(control)).map((control) => control.key));
+    const idle = OF_A_JOB.filter((control) => this.idle(control)).map((control) => control.key);
     if (!sent.storage_bytes && offloadOf(s.ds_config) !== "nvme") idle.push("endurance_bytes");
     for (const key of idle) delete sent[key];
     return sent;
@@ -110,7 +108,7 @@ export class Controls {
 
   // True if the profile fixes the choice.
   fixed(control) {
-    return Boolean(this.workload()) && (Boolean(control.into) || OF_A_PROFILE.includes(control.key));
+    return Boolean(this.workload()) && Boolean(control.into || control.profiled);
   }
 
   // True if another choice leaves this one without an effect.
