@@ -173,7 +173,7 @@ def _answered(
     from ebbtide.simulator.analysis.best_setting import simulated
     from ebbtide.tuner.answer.rows import alternatives, compare
     from ebbtide.tuner.answer.verdict import about, role_of, verdict
-    from ebbtide.tuner.placements.quick import quick_or_roomiest
+    from ebbtide.tuner.placements.planning import quick_or_roomiest
 
     plan, problem = _planned(work, machine, limits, memory, full=full)
     if plan is None or not plan.alternatives:
@@ -224,9 +224,8 @@ def _planned(
 ) -> "tuple[Plan | None, str]":
     """Return the plan for a training job, or None and the reason why there is none."""
     from ebbtide.simulator.estimates.offloading import plan_refusal
-    from ebbtide.tuner.placements.impossible import ImpossibleError
-    from ebbtide.tuner.placements.planning import plan
-    from ebbtide.tuner.placements.quick import quick_plan
+    from ebbtide.tuner.placements.division import ImpossibleError
+    from ebbtide.tuner.placements.planning import plan, quick_plan
 
     if refusal := plan_refusal(work.job.config, work.job.offload):
         return None, refusal
@@ -260,7 +259,7 @@ def _nearest(work: "Workload", machine: "Machine", plan: "Plan | None", memory: 
 
 def _faster(work: "Workload", machine: "Machine", iteration_s: float, memory: Mapping[str, Any]) -> Iterator[str]:
     """Yield changes with which the same samples train faster, as sentences for the user."""
-    from ebbtide.tuner.advice.faster import faster
+    from ebbtide.tuner.advice.tried import faster
 
     freedom = {"offload_parameters": not work.job.offload.keeps_parameters}
     for one in faster(work.job, machine, iteration_s, freedom=freedom, asked=memory):

@@ -188,7 +188,7 @@ def what_if(
     } | others
     sizes: Any = gpu_memory_bytes
     from ebbtide.simulator.analysis.what_if import what_if as simulated
-    from ebbtide.tuner.placements.quick import quick_or_roomiest
+    from ebbtide.tuner.placements.planning import quick_or_roomiest
 
     return simulated(
         workload, machine, strategies, sizes, planner=quick_or_roomiest, n_jobs=n_jobs, progress=progress, **varied

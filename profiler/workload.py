@@ -17,8 +17,7 @@ from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered
-from ebbtide.simulator.subgroups import cut_flat
-from ebbtide.simulator.workload import Layer, WireDtype, Workload
+from ebbtide.simulator.workload import Layer, WireDtype, Workload, cut_flat
 
 # DeepSpeed records its trace in the first two steps, and the allocators need two more to settle.
 WARMUP_STEPS = 4

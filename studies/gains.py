@@ -17,7 +17,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.tuner.advice.faster import faster
+from ebbtide.tuner.advice.tried import faster
 from ebbtide.tuner.answer.rows import StockTraining
 from ebbtide.tuner.service.requests import MODELS
 

@@ -10,7 +10,7 @@ speed of ebbtide's own kernel. Stock DeepSpeed's gradient copies take no time.
 
 The tuner decides for ebbtide where optimizer state is updated. In the third variant, the GPU keeps as many parameters
 as fit into a given amount of memory. They are spaced evenly over the subgroups, as in the tuner's search
-(`ebbtide.tuner.placements.locations`). No number of this study is a GPU measurement.
+(`ebbtide.tuner.placements.parameters_and_early`). No number of this study is a GPU measurement.
 """
 
 from dataclasses import asdict

@@ -48,7 +48,7 @@ with tempfile.TemporaryDirectory() as folder:
     [
         ("import ebbtide", {"torch", "numpy", "pydantic", "deepspeed"}),
         ("import ebbtide.runtime.checkpoint.protocol.inspect", {"torch"}),
-        ("import ebbtide.tuner.placements.quick", {"pandas", "matplotlib", "optuna", "torch"}),
+        ("import ebbtide.tuner.placements.planning", {"pandas", "matplotlib", "optuna", "torch"}),
         (PLANS, {"optuna", "sqlalchemy", "pandas", "torch"}),
         ("import tests.runtime.plain_engine", {"deepspeed"}),
         (HELP_AND_PROFILES, {"numba", "scipy", "optuna", "pandas", "torch"}),

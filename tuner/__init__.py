@@ -6,7 +6,7 @@ A plan says where, when and in which order the parts of DeepSpeed's optimizer st
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.tuner.placements.impossible import ImpossibleError
+    from ebbtide.tuner.placements.division import ImpossibleError
     from ebbtide.tuner.placements.planning import plan
 
 __all__ = ["ImpossibleError", "plan"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return plan
     if name == "ImpossibleError":
-        from ebbtide.tuner.placements.impossible import ImpossibleError
+        from ebbtide.tuner.placements.division import ImpossibleError
 
         return ImpossibleError
     raise AttributeError(f"module 'ebbtide.tuner' has no attribute {name!r}")

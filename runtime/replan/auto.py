@@ -27,7 +27,7 @@ from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.simulator.workload import PASSES, PASSES_UNDER_PLANS, STEPS, Workload
 
 if TYPE_CHECKING:
-    from ebbtide.tuner.placements.quick import QuickPlan
+    from ebbtide.tuner.placements.planning import QuickPlan
 
 logger = logging.getLogger("ebbtide")
 
@@ -175,7 +175,7 @@ def switch_together(session: Session, plan: Plan) -> bool:
 
 
 def better_plan(workload: Workload, machine: Machine, current: Plan, free_device: int, free_host: int) -> "QuickPlan":
-    from ebbtide.tuner.placements.quick import quicker_plan
+    from ebbtide.tuner.placements.planning import quicker_plan
 
     held = footprint(workload, current)
     return quicker_plan(

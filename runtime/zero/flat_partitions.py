@@ -10,7 +10,7 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.zero.windows import ZeroSlice
-from ebbtide.simulator.subgroups import cut_flat, exchanged_pieces, pieces_of
+from ebbtide.simulator.workload import cut_flat, exchanged_pieces, pieces_of
 
 MOST_GATHERED = 1 << 25  # elements that an all-gather brings, which takes as much memory once more
 Cut = tuple[int, int, int]  # (parameter group, offset in its partition, number of elements)

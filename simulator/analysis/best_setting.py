@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ebbtide.simulator.analysis.early_updates import expected
-from ebbtide.simulator.analysis.many_plans import PlanSweep, peaks_by_kind
+from ebbtide.simulator.analysis.many_plans import PlanSweep, expected, peaks_by_kind
 from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine

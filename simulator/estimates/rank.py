@@ -30,8 +30,7 @@ from ebbtide.simulator.estimates.models.blocks import Architecture, Block
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
-from ebbtide.simulator.subgroups import cut, cut_flat
-from ebbtide.simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload
+from ebbtide.simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload, cut, cut_flat
 
 # Number of chunks of a chunked loss: 8 in torchtune. In Liger, the vocabulary divided by the hidden size, so that the
 # logits of a chunk are as large as the input of the output layer (``fused_linear_cross_entropy.py``).

@@ -20,13 +20,12 @@ from ebbtide.simulator.schedule import Lane, Memory, Op, OpKind, Schedule
 from ebbtide.simulator.schedules.buckets import Leavings, bucket_of, in_order
 from ebbtide.simulator.schedules.footprint import fetched_elements, fetched_for, footprint_by_kind
 from ebbtide.simulator.schedules.loop import ALL_CORES, TrainingLoop, check_passes
-from ebbtide.simulator.subgroups import exchanged_pieces
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import slot_limits
 from ebbtide.simulator.update.steps import Bytes, Step, Wait
-from ebbtide.simulator.workload import Workload
+from ebbtide.simulator.workload import Workload, exchanged_pieces
 
 
 class GradientPart(NamedTuple):

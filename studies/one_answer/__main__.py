@@ -24,14 +24,14 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
-from ebbtide.tuner.advice.faster import faster
+from ebbtide.tuner.advice.tried import faster
 from ebbtide.tuner.answer.rows import StockTraining, best_stock, compare
 from ebbtide.tuner.answer.verdict import BEST, role_of
 from ebbtide.tuner.cli import main as tune
 from ebbtide.tuner.configurations.deciding import explore
 from ebbtide.tuner.configurations.evaluation import SearchQuestion as Configurations
 from ebbtide.tuner.configurations.space import Configuration, Space
-from ebbtide.tuner.placements.quick import quick_plan, quicker_plan
+from ebbtide.tuner.placements.planning import quick_plan, quicker_plan
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer, PlanJob, WhatIf

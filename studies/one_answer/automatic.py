@@ -18,7 +18,7 @@ from ebbtide.runtime.replan.observed import as_observed, measured_rates, observe
 from ebbtide.runtime.zero.storing import spaced
 from ebbtide.runtime.zero.subgroup_size import DEEPSPEEDS_SUBGROUP, piece_elements
 from ebbtide.simulator import Lane, Machine, OpKind, Plan, Schedule, Workload, build_schedule
-from ebbtide.simulator.analysis.early_updates import expected
+from ebbtide.simulator.analysis.many_plans import expected
 from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.estimates.estimate import rank_of
 from ebbtide.simulator.limits import UNKNOWN_MARGIN

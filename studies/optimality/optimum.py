@@ -44,7 +44,7 @@ def optimum(search: Search) -> Optimum:
 
     The result is exact over placements, staging buffers, prefetch, on-device gradient accumulation and the measured
     numbers of threads. All simulated plans overlap updates with the next forward, and use the update orders of
-    `ebbtide.tuner.placements.update_orders`.
+    `ebbtide.tuner.placements.search`.
 
     Raises:
         ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits into memory.

@@ -157,7 +157,7 @@ def test_what_was_observed_ends_no_run(stock, monkeypatch, strange):
 
 
 FAILING = [
-    "ebbtide.tuner.placements.quick.quicker_plan",
+    "ebbtide.tuner.placements.planning.quicker_plan",
     "ebbtide.runtime.replan.auto.observed_workload",
     "ebbtide.runtime.devices.passes.WatchedPasses.passes",
 ]

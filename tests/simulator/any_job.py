@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from ebbtide.simulator import Layer, Machine, Quantity, Workload
-from ebbtide.simulator.analysis.early_updates import times_of
-from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.analysis.many_plans import PlanSweep, times_of
 from ebbtide.simulator.engines import summary
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.optimizer import OPTIMIZERS

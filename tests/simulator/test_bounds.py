@@ -9,7 +9,7 @@ from ebbtide.simulator.analysis.bounds import lower_bound, problem, rough_bound_
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedules.footprint import footprint
 from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide
-from ebbtide.tuner.placements.impossible import ImpossibleError
+from ebbtide.tuner.placements.division import ImpossibleError
 
 from tests.machines import node
 from tests.simulator.any_job import cut_anew, random_job, random_plan

@@ -7,7 +7,7 @@ from ebbtide.simulator import Layer, OpKind, Plan, Way, Workload, build_schedule
 from ebbtide.simulator.estimates.estimate import workload_from_model
 from ebbtide.simulator.schedules import buckets
 from ebbtide.simulator.schedules.buckets import leavings
-from ebbtide.tuner.placements.update_orders import UpdateOrders
+from ebbtide.tuner.placements.search import UpdateOrders
 
 from tests.machines import machine, random_workload, workload
 

@@ -23,9 +23,8 @@ from ebbtide.simulator.estimates.rank import (
     SEVERAL_RANKS,
 )
 from ebbtide.simulator.schedule import OpKind
-from ebbtide.simulator.subgroups import cut
 from ebbtide.simulator.update.way import Way
-from ebbtide.simulator.workload import PASSES
+from ebbtide.simulator.workload import PASSES, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM

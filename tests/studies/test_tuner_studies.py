@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 
 STUDIES = {"optimality": "studies.optimality.__main__"}
 

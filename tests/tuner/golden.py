@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ebbtide.simulator import Layer, Machine, Plan, Quantity, Workload, build_schedule
-from ebbtide.simulator.analysis.early_updates import expected
+from ebbtide.simulator.analysis.many_plans import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.tuner.placements.planning import plan as search
 

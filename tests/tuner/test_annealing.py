@@ -12,8 +12,8 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.order import UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, Way, of_codes
-from ebbtide.tuner.placements.annealing import CLOSE, anneal, settings
 from ebbtide.tuner.placements.candidate import CHOICES, QUEUES, STAGED, Candidate, Freedom
+from ebbtide.tuner.placements.decision import CLOSE, anneal, settings
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import try_first
 

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import Plan, preset, workload_from_model
 from ebbtide.simulator.limits import size
-from ebbtide.tuner.answer.reasons import shadow_prices
 from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements.planning import shadow_prices
 from ebbtide.tuner.quantities import duration_s, size_bytes
 from rich.progress import Progress
 

@@ -17,11 +17,10 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.placements import decision
-from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide
-from ebbtide.tuner.placements.impossible import ImpossibleError
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide, finer, recuts
+from ebbtide.tuner.placements.division import ImpossibleError
+from ebbtide.tuner.placements.planning import quick_plan
 from ebbtide.tuner.placements.shares import Shares
-from ebbtide.tuner.placements.subgroup_sizes import finer, recuts
 from ebbtide.tuner.service.requests import MODELS
 
 LITTLE = 0.11  # effort of a search

@@ -15,7 +15,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer, Simulate, WhatIf
 

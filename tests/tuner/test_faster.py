@@ -13,10 +13,9 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.advice import tried
-from ebbtide.tuner.advice.faster import WORTH, Faster, faster
-from ebbtide.tuner.advice.tried import Changing
+from ebbtide.tuner.advice.tried import WORTH, Changing, Faster, faster
 from ebbtide.tuner.placements.decision import decide
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import MODELS, Answer
 

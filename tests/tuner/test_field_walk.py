@@ -22,8 +22,8 @@ from ebbtide.simulator import (
     simulate,
     workload_from_model,
 )
-from ebbtide.simulator.analysis.early_updates import expected
 from ebbtide.simulator.analysis.goodput import CheckpointPrice
+from ebbtide.simulator.analysis.many_plans import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedule import Lane, OpKind

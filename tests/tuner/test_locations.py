@@ -12,9 +12,8 @@ from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.tuner.placements import planning
 from ebbtide.tuner.placements.candidate import Candidate, seconds_of
-from ebbtide.tuner.placements.decision import PlanQuestion
+from ebbtide.tuner.placements.decision import LARGE, PlanQuestion
 from ebbtide.tuner.placements.shares import spaced
-from ebbtide.tuner.placements.subgroup_sizes import LARGE
 
 from studies.optimality.pairs import random_pair
 from tests.machines import node as machine

@@ -335,7 +335,7 @@ def recorder(monkeypatch):
         monkeypatch.setattr(target, seen(target, result))
     monkeypatch.setattr("ebbtide.tuner.service.resources.Service", seen("Service"))
     # The length of the search does not matter here.
-    monkeypatch.setattr("ebbtide.tuner.placements.annealing.MOST_EVALUATIONS", 60)
+    monkeypatch.setattr("ebbtide.tuner.placements.decision.MOST_EVALUATIONS", 60)
     monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
     return seen
 

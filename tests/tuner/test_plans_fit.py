@@ -7,8 +7,8 @@ from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.plan import Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.tuner.answer.rows import alternatives, compare
-from ebbtide.tuner.placements.impossible import ImpossibleError
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.division import ImpossibleError
+from ebbtide.tuner.placements.planning import quick_plan
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

@@ -9,7 +9,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.plan import Way
 from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.decision import most_micro_batches
-from ebbtide.tuner.placements.quick import quicker_plan
+from ebbtide.tuner.placements.planning import quicker_plan
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import WORTH
 

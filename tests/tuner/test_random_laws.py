@@ -23,7 +23,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
 from ebbtide.simulator.rules import RuleError
 from ebbtide.tuner.placements.decision import FULL, QUICK, PlanQuestion, decide
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 
 from tests.machines import GIB
 

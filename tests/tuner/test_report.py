@@ -8,7 +8,7 @@ from ebbtide.simulator import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.tuner.answer.report import memory, show_plan, strategies, wide_console
 from ebbtide.tuner.answer.rows import alternatives, compare
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 from rich.console import Console
 
 from tests.machines import node, workload

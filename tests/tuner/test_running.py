@@ -8,9 +8,9 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.knobs import needs
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.advice.faster import faster
 from ebbtide.tuner.advice.running import RunningJob, UnknownRunError, hint, log_line
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.advice.tried import faster
+from ebbtide.tuner.placements.planning import quick_plan
 from ebbtide.tuner.service.requests import MODELS
 
 SLOWER = 0.7  # of the preset's speeds: the script's kernels, or the card's power

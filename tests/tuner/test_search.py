@@ -13,10 +13,9 @@ from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.ebbtide import EbbtideLoop
 from ebbtide.tuner.answer.rows import compare
 from ebbtide.tuner.placements.decision import PlanQuestion, decide
-from ebbtide.tuner.placements.impossible import ImpossibleError
+from ebbtide.tuner.placements.division import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
-from ebbtide.tuner.placements.search import Score
-from ebbtide.tuner.placements.update_orders import UpdateOrders
+from ebbtide.tuner.placements.search import Score, UpdateOrders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

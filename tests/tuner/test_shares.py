@@ -15,7 +15,7 @@ from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST
 from ebbtide.tuner.placements.candidate import PLACEMENTS
 from ebbtide.tuner.placements.decision import QUICK, PlanQuestion, decide
-from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.parameters_and_early import begun
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import WORTH_FREEING, Shares, descend, free_parameters, spaced, spread
 from ebbtide.tuner.service.requests import MODELS

@@ -8,8 +8,7 @@ import ebbtide.tuner
 import pytest
 from ebbtide import what_if
 from ebbtide.simulator import build_schedule, simulate
-from ebbtide.simulator.analysis.early_updates import expected, times_of
-from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.analysis.many_plans import PlanSweep, expected, times_of
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.footprint import footprint

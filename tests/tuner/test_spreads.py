@@ -8,7 +8,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.answer.verdict import TOLD, verdict
 from ebbtide.tuner.calibrate.interval import Spread, causes
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 
 
 def rows_on(name, **job):

@@ -27,7 +27,7 @@ from ebbtide.tuner.answer.rows import (
     stock_beside,
 )
 from ebbtide.tuner.answer.verdict import headline, role_of
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 from ebbtide.tuner.service.requests import MODELS
 
 from tests.tuner.test_cli import run

@@ -17,12 +17,11 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import StorageRates, shares
 from ebbtide.simulator.schedules.footprint import footprint
-from ebbtide.tuner.placements import locations
-from ebbtide.tuner.placements.annealing import anneal
+from ebbtide.tuner.placements import parameters_and_early
 from ebbtide.tuner.placements.candidate import CHOICES, STORED, Candidate, Freedom, choices, evenly
-from ebbtide.tuner.placements.decision import PlanQuestion
-from ebbtide.tuner.placements.impossible import ImpossibleError
-from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.decision import PlanQuestion, anneal
+from ebbtide.tuner.placements.division import ImpossibleError
+from ebbtide.tuner.placements.parameters_and_early import begun
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.service.requests import MODELS
 
@@ -98,7 +97,7 @@ def test_the_search_with_drives_uses_the_simulations_of_the_one_without_and_find
     monkeypatch.setattr(PlanSweep, "evaluate", counted)
     counts = []
     for new in (shared, alone):
-        monkeypatch.setattr(locations, "Search", new)
+        monkeypatch.setattr(parameters_and_early, "Search", new)
         begun(work, asked.machine, asked.limits)
         counts.append(len(simulated))
     assert len(searches) == 4

@@ -13,9 +13,8 @@ from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.tuner.advice.ways_out import flags, ways_out
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.placements.decision import most_micro_batches
-from ebbtide.tuner.placements.division import check_bytes
-from ebbtide.tuner.placements.impossible import ImpossibleError
-from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.division import ImpossibleError, check_bytes
+from ebbtide.tuner.placements.parameters_and_early import begun
 from ebbtide.tuner.quantities import size_bytes
 from ebbtide.tuner.service.requests import MODELS
 

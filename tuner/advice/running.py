@@ -18,8 +18,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.advice.faster import faster
-from ebbtide.tuner.advice.tried import Changing
+from ebbtide.tuner.advice.tried import Changing, faster
 from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.quantities import seconds_text
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.workload import Workload
-    from ebbtide.tuner.advice.faster import Faster
-    from ebbtide.tuner.placements.impossible import ImpossibleError
+    from ebbtide.tuner.advice.tried import Faster
+    from ebbtide.tuner.placements.division import ImpossibleError
 
 
 @click.command(
@@ -139,8 +139,8 @@ def plan(
     **source: Any,
 ) -> None:
     """Search for the best plan for training on a machine, and explain why it is the best."""
-    from ebbtide.tuner.answer.reasons import shadow_prices
     from ebbtide.tuner.placements.decision import QUICK
+    from ebbtide.tuner.placements.planning import shadow_prices
     from ebbtide.tuner.placements.storage import with_storage
 
     needs("with --mtbf", mtbf is not None, "restart", "checkpoint_rate")
@@ -207,7 +207,7 @@ def _show(found: Plan, work: Workload, output: str, emit_deepspeed: str | None) 
 def _searched(
     work: Workload, machine: Machine, failures: Mapping[str, Any], options: Mapping[str, Any], notes: Sequence[str] = ()
 ) -> Plan:
-    from ebbtide.tuner.placements.impossible import ImpossibleError
+    from ebbtide.tuner.placements.division import ImpossibleError
     from ebbtide.tuner.placements.planning import plan as search
 
     try:
@@ -219,8 +219,7 @@ def _searched(
 
 
 def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str, Any]) -> list[Faster]:
-    from ebbtide.tuner.advice.faster import faster
-    from ebbtide.tuner.advice.tried import asked_of
+    from ebbtide.tuner.advice.tried import asked_of, faster
     from ebbtide.tuner.answer.verdict import role_of
 
     if work.job is None or found.prediction is None:

@@ -15,8 +15,7 @@ from ebbtide.tuner.configurations.measuring import LIMIT_S, Measurement, key_of,
 from ebbtide.tuner.configurations.search_answer import SearchAnswer
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.configurations.study import Trials
-from ebbtide.tuner.placements.decision import FULL
-from ebbtide.tuner.placements.subgroup_sizes import SIZES
+from ebbtide.tuner.placements.decision import FULL, SIZES
 
 MOST = 16  # most plan searches of `tune search`. DeepSpeed alone is simulated in a moment, which does not count
 SLACK = 0.002  # share of the best speed. A configuration whose bound gains less is not simulated

@@ -9,9 +9,12 @@ one all sizes (few if a step has very many operations). A full one also anneals 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, product
+from random import Random
 from typing import Any
 
 from ebbtide.simulator.analysis.bounds import Bounds
@@ -19,20 +22,211 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.update.way import PARAMETERS_ON_HOST
+from ebbtide.simulator.update.order import FORWARD, Direction, UpdateOrder, issue_order, order_of
+from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, SUMMED
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.garbage import without_garbage_collection
-from ebbtide.tuner.placements.annealing import anneal
-from ebbtide.tuner.placements.candidate import STORED, Candidate
-from ebbtide.tuner.placements.division import check_bytes
-from ebbtide.tuner.placements.impossible import ImpossibleError
-from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.candidate import ALLOWED, PLAIN, STAGED, STORED, Candidate, Moved
+from ebbtide.tuner.placements.division import ImpossibleError, check_bytes
+from ebbtide.tuner.placements.parameters_and_early import begun, fewest, try_early
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import best_worth_moving, descend, free_parameters, try_first
-from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
-from ebbtide.tuner.placements.subgroup_sizes import SIZES, WORTH, finer, merged, quick_cuts, recuts
 from ebbtide.tuner.progress import ShowProgress, silently
+
+CLOSE = 1.001  # factor on the lower bound. Closer to it, a better plan would not be worth the search
+BETTER = 1e-6
+EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 10_000  # evaluations per subgroup, and largest total
+MOST_OPS = 14_000_000  # simulated ops, which limit the evaluations of long iterations (`Search.affordable`)
+HEAT = 0.08  # first temperature, as a fraction of the CPU update of an average subgroup
+MOST_SLOTS = 8
+HOST_SLOTS = [1, 2, 3, 4, 6, 8, 12, 16]  # the values that are tried
+DIRECTIONS: tuple[Direction, ...] = ("forward", "arrival")
+LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 16, 200
+
+
+def anneal(search: Search, evaluations: int | None = None) -> None:
+    """Look for faster training plans by simulated annealing, and add them to the scores of a plan search. The result is
+    deterministic for the search's seed.
+
+    Placements and the order of updates are changed together, by the moves of `Moved`. Changing only one of the two
+    often gets stuck, since only slower plans lie between two good ones.
+
+    The first half of the evaluations starts from several known plans: the fastest one for each number of staging
+    buffers, and the fastest one for each choice of the numbers of subgroups per placement. Annealing mostly changes
+    single subgroups, so it seldom gets from one of these plans to another one. The second half starts from the best
+    plan, at a lower temperature.
+
+    Args:
+        search: Plan search with at least one scored plan.
+        evaluations: Number of simulated plans. If None, it grows with the number of subgroups, up to a limit.
+    """
+    count = len(search.workload.subgroups)
+    if evaluations is None:
+        evaluations = search.share_of(min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, search.affordable(MOST_OPS)))
+    heat_s = HEAT * search.workload.params / count / search.machine.host_adam_params_per_s.median
+    if search.best_s > _near_s(search):
+        settings(search)
+    starts = _starts(search, max(LEAST_STARTS, min(MOST_STARTS, STARTS_TIMES_SUBGROUPS // count)))
+    each = evaluations // (2 * len(starts))
+    for number, start in enumerate(starts):
+        _Walk(search, start).cool(heat_s, each, Random(f"{search.seed} {number}"))
+    for part in range(2):
+        walk = _Walk(search, search.ordered(search.best()))
+        walk.cool(heat_s / 2 ** (part + 1), evaluations // 4, Random(search.seed + part))
+
+
+def _near_s(search: Search) -> float:
+    return CLOSE * search.bound_with(None if search.moves_parameters else search.locations).iteration_s
+
+
+def settings(search: Search) -> None:
+    """Vary the best plan of a plan search, one setting at a time. Simulate each variant, and add its result to
+    the search's scores.
+    """
+    best = search.best()
+    most = max(1, min(MOST_SLOTS, sum(p in STAGED for p in best.placements)))
+    values: dict[str, list[Any]] = {
+        "threads": [0, *sorted(search.machine.host_adam_by_threads)],
+        "staging_slots": list(range(max(1, best.prefetch), most + 1)),
+        "prefetch": list(range(most + 1)),
+        "overlap_forward": [True, False],
+        "host_slots": HOST_SLOTS if not STORED.isdisjoint(best.placements) else [],
+        "order": [UpdateOrder(host=host, device=device) for host, device in product(DIRECTIONS, repeat=2)],
+    }
+    for name, some in values.items():
+        best = search.best()
+        for value in some:
+            if name != "prefetch" or value <= best.staging_slots:
+                search.score(replace(best, **{name: value}))
+
+
+def _starts(search: Search, most: int) -> list[Candidate]:
+    known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
+    known.sort(key=lambda c: search.scores[c].iteration_s)
+    # Dicts keep the order, so the fastest plans are first.
+    slots, numbers = dict[int, Candidate](), dict[bytes, Candidate]()
+    for c in known:
+        slots.setdefault(c.staging_slots, c)
+        numbers.setdefault(bytes(sorted(c.ways.translate(PLAIN))), c)
+    return list(dict.fromkeys(chain(known[:1], slots.values(), numbers.values())))[:most]
+
+
+class _Walk:
+    """One simulated annealing over training plans.
+
+    The object holds the plan that was accepted last. The next plan to try is a random change of that plan. A slower
+    plan is accepted only by chance, and less often as the temperature falls.
+    """
+
+    def __init__(self, search: Search, base: Candidate) -> None:
+        self.search, self.base = search, base
+        self.state = base.movable(search.free)
+        self.state_s = self.best_s = search.score(base).iteration_s
+
+    def cool(self, heat_s: float, evaluations: int, rng: Random) -> None:
+        near_s = _near_s(self.search)
+        for step in range(evaluations):
+            if self.search.best_s <= near_s:
+                return
+            self._try(self.state.moved(rng), heat_s * (1 - step / evaluations), rng)
+
+    def _try(self, tried: Moved, heat_s: float, rng: Random) -> None:
+        codes, issue = tried.arrays()
+        options = (tried.slots, tried.prefetch, tried.threads, self.base.overlap_forward)
+        most_s = self.state_s - heat_s * math.log(1.0 - rng.random())  # acceptance rule of Metropolis
+        seconds = self.search.seconds(codes, *options, issue, tried.host_slots, most_s)
+        if seconds > most_s:
+            return
+        self.state, self.state_s = tried, seconds
+        if seconds < self.best_s * (1 - BETTER):
+            found = replace(
+                self.base,
+                ways=codes.tobytes(),
+                order=tried.order,
+                staging_slots=tried.slots,
+                prefetch=tried.prefetch,
+                threads=tried.threads,
+                host_slots=tried.host_slots,
+            )
+            self.best_s = min(self.best_s, self.search.score(found).iteration_s)
+
+
+SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
+LARGE = 2 * 10**8  # elements. Smaller subgroups may be worth a note only above this size
+QUICK_COUNTS = (32, 110)  # a quick answer tries the subgroup sizes that give about these numbers of subgroups
+MOST_SUBGROUPS = 400
+FINER = 1.3  # a smaller size is tried only if it gives at least this many times as many subgroups
+WORTH = 0.998  # smaller subgroups must save 0.2% of the time
+TOLD = 0.97  # a note names a better subgroup size if it saves at least 3%
+
+
+def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = False) -> list[Workload]:
+    """Return a list of workloads: the given one with its own subgroups, and copies with subgroups of other
+    sizes, the largest subgroups first. With small subgroups, copies and updates overlap better. Large subgroups need
+    fewer operations, and each operation has a fixed cost.
+
+    A size is left out if it gives nearly as many subgroups as a larger size, or more than `MOST_SUBGROUPS`.
+
+    Args:
+        workload: Training job of one rank.
+        pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part
+            of one of DeepSpeed's.
+
+    Raises:
+        ValueError: The workload does not list its parameters.
+    """
+    result = {len(workload.subgroups): workload}
+    for size in sorted(sizes, reverse=True):
+        cut = workload.in_pieces(size) if pieces else workload.recut(size)
+        count = len(cut.subgroups)
+        if count <= MOST_SUBGROUPS and not any(known <= count < FINER * known for known in result):
+            result[count] = cut
+    return sorted(result.values(), key=lambda w: len(w.subgroups))
+
+
+def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
+    """Return the indices of the workloads that a quick plan search tries first: those with about 32 and about 110
+    subgroups.
+    """
+
+    def distance(number: int, count: int) -> float:
+        return abs(math.log(len(cuts[number].subgroups) / count))
+
+    return sorted({min(range(len(cuts)), key=lambda number: distance(number, count)) for count in QUICK_COUNTS})
+
+
+def merged(workload: Workload, many: int) -> Workload:
+    """Return a copy of a workload with every ``many`` neighboring subgroups of optimizer state joined into one."""
+    sizes = workload.subgroups
+    joined = tuple(sum(sizes[i : i + many]) for i in range(0, len(sizes), many))
+    return workload.model_copy(update={"subgroups": joined, "subgroup_size": 0, "parameters": ()})
+
+
+def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
+    """Return a plan for small subgroups that copies the choices of a plan for large subgroups of the same model.
+
+    Each small subgroup gets the placement and flags of the large subgroup that holds its middle element.
+    """
+    ends, begin, owner = list(accumulate(coarse.subgroups)), 0, list[int]()
+    for size in fine.subgroups:
+        owner.append(min(bisect_right(ends, begin + size // 2), len(ends) - 1))
+        begin += size
+    made = replace(candidate, ways=bytes(ALLOWED[candidate.ways[c] | SUMMED] for c in owner))
+    ratio = max(1, round(len(fine.subgroups) / len(coarse.subgroups)))
+    inside: dict[int, list[int]] = {}
+    for subgroup, c in enumerate(owner):
+        inside.setdefault(c, []).append(subgroup)
+    issue = [s for c in issue_order(candidate.placements, candidate.order or FORWARD) for s in inside.get(c, ())]
+    staged = sum(p in STAGED for p in made.placements)
+    slots = max(1, min(candidate.staging_slots * ratio, staged))
+    return replace(
+        made,
+        order=order_of(issue, made.placements),
+        staging_slots=slots,
+        prefetch=min(candidate.prefetch * ratio, slots),
+    )
+
 
 FULL, QUICK = 1.0, 0.1  # fractions of a full search's evaluations. Up to QUICK, only first plans are tried
 FINALISTS = 2  # number of subgroup sizes that a full answer improves

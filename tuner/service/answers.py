@@ -39,9 +39,8 @@ from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, fi
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import BY_KIND, Role, about, verdict
 from ebbtide.tuner.placements.checkpointing import check_failures, without_writers
-from ebbtide.tuner.placements.impossible import ImpossibleError
-from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.placements.quick import quick_or_roomiest, quick_plan
+from ebbtide.tuner.placements.division import ImpossibleError
+from ebbtide.tuner.placements.planning import predict, quick_or_roomiest, quick_plan
 from ebbtide.tuner.placements.storage import UNWORN, wear, with_storage
 from ebbtide.tuner.progress import ShowProgress
 from ebbtide.tuner.service.requests import (
@@ -212,7 +211,7 @@ def _faster(
     fitting = [one.iteration_s for role, one in predictions if role in ("plan", "no offload") and one.fits]
     if not wanted or request.workload is not None or not fitting:
         return [] if wanted else None
-    from ebbtide.tuner.advice.faster import faster
+    from ebbtide.tuner.advice.tried import faster
 
     job, asked = _own_job(request), {"storage": storage_of(request) or None}
     return [

@@ -12,8 +12,8 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, worded
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import Row, compare
-from ebbtide.tuner.placements.impossible import ImpossibleError
-from ebbtide.tuner.placements.quick import quick_or_roomiest, quick_plan
+from ebbtide.tuner.placements.division import ImpossibleError
+from ebbtide.tuner.placements.planning import quick_or_roomiest, quick_plan
 from ebbtide.tuner.progress import ShowProgress, silently
 from ebbtide.tuner.service.answers import TEMPLATES, allowed, answer, freedom, listed
 from ebbtide.tuner.service.requests import Answer, PostedPlan, check_plannable, machine_of, resolve

@@ -15,7 +15,7 @@ from ebbtide.runtime.verify.lines import Lines
 from ebbtide.runtime.zero.attach import session_of
 from ebbtide.simulator import CheckpointPlan
 from ebbtide.simulator.plan import Way
-from ebbtide.tuner.placements.quick import QuickPlan
+from ebbtide.tuner.placements.planning import QuickPlan
 
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import ds_config

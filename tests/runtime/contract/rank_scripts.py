@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from ebbtide.runtime.zero.attach import switch_plan
-from ebbtide.simulator import subgroups
+from ebbtide.simulator import workload as simulator_workload
 from torch.utils.checkpoint import checkpoint
 
 from studies.bench.bits import state_of
@@ -233,7 +233,7 @@ def played(seed, folder, rank, ours, watch=None):
 
 def main(folder, first, last, *more):
     rank, wrong, failed = int(os.environ["RANK"]), {}, {}
-    subgroups.LEAST_GATHERED = 1_001  # elements, so that a step of ZeRO-2 has several exchanges
+    simulator_workload.LEAST_GATHERED = 1_001  # elements, so that a step of ZeRO-2 has several exchanges
     for seed in [*range(int(first), int(last)), *map(int, more)]:
         for name, play, differ in (
             ("wanders", lambda seed, ours: played(seed, folder, rank, ours), _different),

@@ -16,9 +16,8 @@ from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.flat_partitions import cuts_at_parameters, subgroups_of
 from ebbtide.simulator import PlanError
 from ebbtide.simulator.schedules.footprint import footprint
-from ebbtide.simulator.subgroups import ALIGNMENT
-from ebbtide.simulator.workload import Layer, Workload
-from ebbtide.tuner.placements.quick import QuickPlan
+from ebbtide.simulator.workload import ALIGNMENT, Layer, Workload
+from ebbtide.tuner.placements.planning import QuickPlan
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.zero import stage12
-from ebbtide.simulator import subgroups
+from ebbtide.simulator import workload as simulator_workload
 from ebbtide.simulator.schedule import OpKind
 
 from studies.bench.bits import differences, state_of
@@ -219,7 +219,7 @@ def main(folder):
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subgroups, "LEAST_GATHERED", 2 * UNEVEN + 7)  # several exchanges, which end within subgroups
+        patch.setattr(simulator_workload, "LEAST_GATHERED", 2 * UNEVEN + 7)  # exchanges that end within subgroups
         found["exchanged meanwhile"] = parameters_are_exchanged_while_others_are_updated()
         found |= compare("stage 2", stage=2) | compare("stage 1", [MIXED], stage=1, accumulation=2)
         for stage in (1, 2):

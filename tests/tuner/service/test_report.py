@@ -19,7 +19,7 @@ from ebbtide.tuner.answer.rows import PEERS
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline, role_of
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.planning import quick_plan
 from ebbtide.tuner.progress import silently
 from ebbtide.tuner.service.report import ReportCall, html_of_call, posted, read_run, read_timelines, report_html, trace
 from ebbtide.tuner.service.requests import MODELS, Planned, Scenario, resolve
