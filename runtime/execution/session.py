@@ -1,14 +1,22 @@
-"""The connection between a training framework's optimizer and the executor that runs a plan for it."""
+"""The connection between a training framework's optimizer and the executor that runs a plan for it, and the timeline that it records."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import logging
+import statistics
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.devices.passes import Pass, WatchedPasses
 from ebbtide.runtime.execution.allocated import (
     LockedBuffers,
     LostPlanError,
@@ -23,8 +31,6 @@ from ebbtide.runtime.execution.bodies import SubgroupJob
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradients import GradientBuffers
-from ebbtide.runtime.execution.plan_check import check_plan
-from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.stored import grown_store, open_store, stored_sizes
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.kernels.step import UpdateStep
@@ -32,9 +38,242 @@ from ebbtide.runtime.storage.errors import DamagedError
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
 from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.schedule import Lane, OpKind, Span
+from ebbtide.simulator.schedules.ebbtide import check_locations
 from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.update.order import order_of
 from ebbtide.simulator.update.pausing import UNKNOWN, PauseRule
 from ebbtide.simulator.update.recipes import RECIPES
+
+logger = logging.getLogger("ebbtide")
+PADDING = 1e-3  # share of the elements by which ZeRO-1 and 2 may pad other parameter groups differently
+
+
+def fitted(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> Plan:
+    """Return a plan for an engine that cuts the same elements into other subgroups, because its optimizer has other
+    parameter groups.
+
+    A plan that was made from a model's config does not know them. The Trainer, for example, has one group with weight
+    decay and one without. Each of the engine's subgroups is updated as the plan's subgroup at its place. A plan for
+    another model or ``sub_group_size`` is returned unchanged, and `check_plan` refuses it.
+    """
+    elements, planned = sum(subgroups), sum(plan.subgroups)
+    other_model = abs(elements - planned) > (PADDING * planned if zero_stage < 3 else 0)
+    if plan.subgroups in ((), subgroups) or other_model or plan.config_subgroup_size != sub_group_size:
+        return plan
+    ends, begins = [*accumulate(plan.subgroups)], [0, *accumulate(subgroups)]
+    middles = ((begin + size / 2) * planned / elements for begin, size in zip(begins, subgroups, strict=False))
+    meant = [bisect_left(ends, middle) for middle in middles]
+    ways = [plan.ways[i] for i in meant]
+    turn = {subgroup: number for number, subgroup in enumerate(plan.issue_order)}
+    issue = sorted(range(len(meant)), key=lambda k: turn[meant[k]])
+    order = order_of(issue, [way.placement for way in ways])
+    logger.info(
+        "the plan's %d subgroups are %d here, because the optimizer has other parameter groups than the plan was made "
+        "for. Each is updated as the plan's subgroup at its place",
+        plan.subgroup_count,
+        len(subgroups),
+    )
+    return plan.with_ways(ways, subgroups=subgroups, order=order, workload_fingerprint="")
+
+
+def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> None:
+    """Check that a plan was made for the training engine's subgroups and ZeRO stage.
+
+    Raises:
+        PlanError: The plan does not match. The message says what differs and which config key to change.
+    """
+    if plan.subgroups and plan.subgroups != subgroups:
+        raise PlanError(
+            "the plan must be made for this model's subgroups, but it has "
+            f"{_summary(plan.subgroups)} and the engine has {_summary(subgroups)}: "
+            + _way_out(plan, subgroups, sub_group_size)
+        )
+    if plan.subgroup_count != len(subgroups):
+        raise PlanError(
+            f"plan.ways must set the placement of the engine's {len(subgroups)} subgroups, but sets the placement of "
+            f"{plan.subgroup_count} subgroups. Plan again with `tune plan` for sub_group_size {sub_group_size}"
+        )
+    check_locations(plan, zero_stage)
+    if plan.stores and not plan.drives:
+        raise PlanError(
+            "plan.storage_dir must name a folder if a subgroup has placement 'stored', but got "
+            f"{plan.storage_dir!r}: set it in the plan"
+        )
+
+
+def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str:
+    if plan.config_subgroup_size != sub_group_size:
+        return (
+            f"set zero_optimization.sub_group_size to {plan.config_subgroup_size} (it is "
+            f"{sub_group_size}) if the model is the same, else plan again with `tune plan`"
+        )
+    if sum(plan.subgroups) != sum(subgroups):
+        return "the model, its trainable parameters or the number of ranks differ: plan again with `tune plan`"
+    return "the groups of the parameters differ: plan again with `tune plan`"
+
+
+def _summary(subgroups: tuple[int, ...]) -> str:
+    return f"{len(subgroups)} subgroups of {sum(subgroups)} elements in all"
+
+
+if TYPE_CHECKING:
+    from ebbtide.runtime.devices.base import Device
+    from ebbtide.runtime.devices.clock import Mark, Moment
+    from ebbtide.runtime.devices.lane import Completion
+    from ebbtide.runtime.execution.executor import StepRecord
+
+KEPT_SPANS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedPhase:
+    """A phase of a training step, such as forward.
+
+    Its begin and end are GPU events on the training stream. Without CUDA, they are times of the host's clock.
+    """
+
+    kind: OpKind
+    iteration: int
+    begin: Moment
+    end: Moment
+
+
+@dataclass
+class Recorder:
+    """A recorder of the times at which forward, backward and optimizer step begin and end.
+
+    On CUDA the training thread runs ahead of the GPU. The recorder therefore uses events on the training
+    stream, which give the GPU's time. On other devices it uses the host's clock.
+    """
+
+    device: Device
+    origin_s: float = field(default_factory=time.perf_counter)
+    iteration: int = 0
+    _noted: deque[_TimedPhase] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
+    _begun: dict[OpKind, Moment] = field(default_factory=dict)
+    _issued: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
+    _issue_began_s: float = 0.0
+
+    def forward_begins(self) -> None:
+        self._begin(OpKind.FORWARD)
+
+    def forward_ends(self) -> None:
+        self._end(OpKind.FORWARD)
+
+    def backward_begins(self) -> None:
+        self._begin(OpKind.BACKWARD)
+
+    def backward_ends(self) -> None:
+        self._end(OpKind.BACKWARD)
+
+    def gather_begins(self) -> None:
+        """Record that the ranks begin to exchange updated parameters at the end of a step."""
+        # Nothing is recorded unless steps are recorded in detail (see `watch`).
+        if self.device.watched is not None:
+            self.device.watched.begins(OpKind.PARAMETER_GATHER, self.iteration)
+
+    def gather_ends(self) -> None:
+        """Record that the exchange of updated parameters among the ranks has ended."""
+        # Nothing is recorded unless steps are recorded in detail (see `watch`).
+        if self.device.watched is not None:
+            self.device.watched.ends(OpKind.PARAMETER_GATHER)
+
+    def step_begins(self) -> None:
+        self._issue_began_s = time.perf_counter()
+        self._begin(OpKind.STEP_END)
+
+    def step_ends(self) -> None:
+        self._end(OpKind.STEP_END)
+        self.iteration += 1
+
+    def issue_waited(self, seconds: float) -> None:
+        """Leave out the seconds of the present optimizer step that the CPU has spent waiting for the GPU."""
+        self._issue_began_s += seconds
+
+    def issue_ends(self) -> None:
+        """Record that the optimizer step has started all updates."""
+        self._issued.append(time.perf_counter() - self._issue_began_s)
+
+    @property
+    def step_issue_s(self) -> float:
+        """Return the median CPU seconds that ``step()`` takes until it has started all updates, over the latest steps.
+
+        Waits for the GPU are left out. The result is 0 if the model runs on the CPU, because its forward and backward
+        then use the same cores.
+        """
+        return statistics.median(self._issued) if self._issued and self.device.name == "cuda" else 0.0
+
+    def watch(self) -> None:
+        """Start to measure in forward and backward when each gradient is computed, and when the GPU waits for copies.
+
+        Only the first micro-batch of each step is measured.
+        """
+        self.device.watched = WatchedPasses(self.device)
+
+    def unwatch(self) -> None:
+        """End the measurement that `watch` began, and discard the measured times."""
+        # `watch` measures in forward and backward when each gradient is computed, and when the GPU waits for copies.
+        self.device.watched = None
+
+    def forget_step(self) -> None:
+        """Discard the times that were measured in the latest finished step's forward and backward."""
+        # The times tell when each gradient was computed, and when the GPU waited for copies. Nothing happens unless
+        # such times are being measured (see `watch`).
+        if self.device.watched is not None:
+            self.device.watched.forget(self.iteration - 1)
+
+    def passes(self) -> list[Pass]:
+        """Return the forwards and backwards that were measured since `watch` was called and that the GPU has finished.
+
+        Each has its start and end, its waits for copies, and the times at which gradients were computed. Only the first
+        micro-batch of a step is measured. For ZeRO-1 and 2, the list also contains the exchange of updated parameters
+        among ranks at the end of each step.
+        """
+        return [] if self.device.watched is None else self.device.watched.passes()
+
+    def _begin(self, kind: OpKind) -> None:
+        if self.device.watched is not None and kind in (OpKind.FORWARD, OpKind.BACKWARD):
+            self.device.watched.begins(kind, self.iteration)
+        self._begun[kind] = self.device.moment()
+
+    def _end(self, kind: OpKind) -> None:
+        if self.device.watched is not None:
+            self.device.watched.ends(kind)
+        begun = self._begun.pop(kind, None)
+        if begun is not None:
+            self._noted.append(_TimedPhase(kind, self.iteration, begun, self.device.moment()))
+
+    def timeline(self, history: Iterable[StepRecord]) -> Timeline:
+        """Return a measured timeline: the copies and updates of the given steps, and every forward, backward and
+        ``step()`` since the first of these steps.
+
+        A forward, backward or ``step()`` that the GPU has not finished yet is left out.
+        """
+        records = list(history)
+        first = records[0].number if records else 0
+        spans = [
+            Span(
+                noted.kind,
+                Lane.COMPUTE,
+                noted.begin.reached_s - self.origin_s,
+                noted.end.reached_s - self.origin_s,
+                iteration=noted.iteration,
+            )
+            for noted in self._noted
+            if noted.iteration >= first and noted.end.is_past
+        ]
+        for record in records:
+            for op, completion in record.ops:
+                start_s, end_s = self._times(completion, record.origin)
+                spans.append(Span(op.kind, op.lane, start_s, end_s, op.subgroup, iteration=record.number))
+        return Timeline(spans=tuple(sorted(spans, key=lambda s: s.start_s)), source="measured")
+
+    def _times(self, completion: Completion, origin: Mark | None) -> tuple[float, float]:
+        start, end = completion.start_event, completion.event
+        if start is None or end is None or origin is None:
+            return completion.start_s - self.origin_s, completion.end_s - self.origin_s
+        return origin.date_s(start) - self.origin_s, origin.date_s(end) - self.origin_s
 
 
 class Session:

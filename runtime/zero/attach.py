@@ -12,9 +12,7 @@ import torch
 from ebbtide.runtime import log
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.choice import choose_device
-from ebbtide.runtime.execution.plan_check import check_plan, fitted
-from ebbtide.runtime.execution.recorder import Recorder
-from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.execution.session import Recorder, Session, check_plan, fitted
 from ebbtide.runtime.hardware.builds import own_ninja_first, tell_builds
 from ebbtide.runtime.hardware.launcher import one_node, rank, world_size
 from ebbtide.runtime.kernels import host

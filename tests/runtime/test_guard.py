@@ -10,7 +10,7 @@ import pytest
 import torch
 from ebbtide.runtime import session_of
 from ebbtide.runtime.devices.choice import choose_device
-from ebbtide.runtime.execution.plan_check import fitted
+from ebbtide.runtime.execution.session import fitted
 from ebbtide.runtime.zero.checks import private as deepspeed_private
 from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
 from ebbtide.runtime.zero.checks.private import UnsupportedDeepSpeedError

@@ -16,7 +16,7 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses, disjoint
 from ebbtide.runtime.execution.gradients import ParameterSlice
-from ebbtide.runtime.execution.recorder import Recorder
+from ebbtide.runtime.execution.session import Recorder
 from ebbtide.runtime.replan.auto import better_plan, host_plan
 from ebbtide.runtime.replan.observed import as_observed, gradient_s, observed_workload
 from ebbtide.runtime.zero.gathers import CollectiveGathers
@@ -79,7 +79,7 @@ class Engine:
 @pytest.mark.parametrize(("device", "seconds"), [("cuda", 2.0), ("emulated", 0.0)])
 def test_the_time_to_start_the_updates_counts_beside_a_gpu_alone(monkeypatch, device, seconds):
     now = iter([0.0, 1.0, 10.0, 12.0, 20.0, 27.0])
-    monkeypatch.setattr("ebbtide.runtime.execution.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("ebbtide.runtime.execution.session.time", SimpleNamespace(perf_counter=lambda: next(now)))
     recorder = Recorder(SimpleNamespace(name=device, watched=None, moment=lambda: None), origin_s=0.0)
     assert recorder.step_issue_s == 0.0
     for _ in range(3):

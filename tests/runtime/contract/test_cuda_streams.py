@@ -264,7 +264,7 @@ def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fak
     train(ours, 1)
     recorder, optimizer, clock = session_of(ours).recorder, ours.optimizer, [0.0]
     times = SimpleNamespace(perf_counter=lambda: clock[0])
-    monkeypatch.setattr("ebbtide.runtime.execution.recorder.time", times)
+    monkeypatch.setattr("ebbtide.runtime.execution.session.time", times)
     monkeypatch.setattr("ebbtide.runtime.zero.planned.time", times)
 
     def after(seconds, work):
