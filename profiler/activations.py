@@ -62,14 +62,11 @@ class SavedTensors:
     def _note(self, saved: torch.Tensor) -> torch.Tensor:
         storage = saved.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
-        if start not in self._seen and not self._holds_parameter(start, start + size):
+        if start not in self._seen and not any(start <= p.data_ptr() < start + size for p in self._parameters):
             # Addresses identify storages, because a storage that is freed and reused within the pass is not saved.
             self._seen.add(start)
             self.bytes_by_unit[self._unit] += size
         return saved
-
-    def _holds_parameter(self, start: int, end: int) -> bool:
-        return any(start <= p.data_ptr() < end for p in self._parameters)
 
 
 class AllocatorDeltas:

@@ -192,7 +192,10 @@ def _measure(wanted: _Wanted) -> Machine:
     facts, cuda = wanted.facts, wanted.cuda
     tell = _stages(wanted.progress)
     tell()
-    _build_kernels(cuda)
+    host.load()
+    adam.stock_ops()
+    if cuda:
+        adam.device_adam(4096, 0.0, cuda)
     rates, notes = _device_rates(wanted, tell)
     for part in (_host_rates, _storage):
         more_rates, more_notes = part(wanted, tell)
@@ -266,13 +269,6 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> Part:
         matrix = _contention(wanted, folder)
     save_s = storage.measure_save(wanted.share_s / 4)
     return rates | {"drives": drives, "save_s_per_tensor": save_s, "contention": matrix}, doubts
-
-
-def _build_kernels(cuda: bool) -> None:
-    host.load()
-    adam.stock_ops()
-    if cuda:
-        adam.device_adam(4096, 0.0, cuda)
 
 
 def _contention(wanted: _Wanted, folder: Path) -> dict[str, Quantity]:

@@ -36,7 +36,8 @@ class CudaDevice(Device):
 
     def __init__(self, masks: Sequence[Collection[int]] = ()) -> None:
         self.index = torch.cuda.current_device()
-        address, gpus = _pci_address(self.index), _local_gpus()
+        gpus = [address_of(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
+        address = gpus[self.index]
         self.cores = update_cores(address, gpus=gpus, masks=masks)
         self.backward_threads = BackwardThreads(spared_cores(address, gpus=gpus, masks=masks))
         self._registered: dict[int, torch.Tensor] = {}  # keyed by address
@@ -186,14 +187,6 @@ def _unlock_all(index: int, registered: dict[int, torch.Tensor]) -> None:
         torch.cuda.synchronize(index)
     while registered:
         unlock(registered.popitem()[0])
-
-
-def _pci_address(index: int) -> str | None:
-    return address_of(torch.cuda.get_device_properties(index))
-
-
-def _local_gpus() -> list[str | None]:
-    return [_pci_address(index) for index in range(torch.cuda.device_count())]
 
 
 def _record_event(stream: Any) -> Event:

@@ -1,4 +1,4 @@
-"""The connection between a training framework's optimizer and the executor that runs a plan for it, and the timeline that it records."""
+"""The connection of a training framework's optimizer with the executor of a plan, and the timeline of training."""
 
 from __future__ import annotations
 

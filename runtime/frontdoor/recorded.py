@@ -130,14 +130,8 @@ class _RunRecorder:
             "ranks": torch.distributed.get_world_size(),
             "versions": versions("deepspeed", "torch"),
             "stage": engine.zero_optimization_stage(),
-            "dtype": _wire(engine),
+            "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
             "port": os.environ.get("MASTER_PORT"),
         }
         lines = Lines(Path(job.folder), torch.distributed.get_rank(), about)
         record(engine, lines, job.steps, done)
-
-
-def _wire(engine: Any) -> str:
-    if engine.bfloat16_enabled():
-        return "bf16"
-    return "fp16" if engine.fp16_enabled() else "fp32"

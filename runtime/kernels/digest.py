@@ -45,7 +45,7 @@ class Digest:
         return struct.pack(LAYOUT, self.hash, self.not_finite, self.squares, *self.sketch).hex()
 
 
-class _Digest(ctypes.Structure):
+class _DigestInC(ctypes.Structure):
     _fields_ = (
         ("hash", ctypes.c_uint64),
         ("not_finite", ctypes.c_int64),
@@ -63,7 +63,7 @@ def _library() -> Any:
         ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_int,
-        ctypes.POINTER(_Digest),
+        ctypes.POINTER(_DigestInC),
     ]
     return library
 
@@ -85,7 +85,7 @@ def digest(piece: torch.Tensor, start: int = 0, threads: int = 1) -> Digest:
         )
     if piece.device.type != "cpu":
         return by_pieces(piece.detach().view(-1), start, threads)
-    out = _Digest()
+    out = _DigestInC()
     error = _library().ebbtide_digest(
         piece.data_ptr(),
         host.DTYPES[piece.dtype],

@@ -26,14 +26,7 @@ from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.folder import EXTENTS, STORE, file_of, read_page, step_of
 from ebbtide.runtime.storage.layout import Layout
-from ebbtide.runtime.storage.pages import (
-    CheckpointPage,
-    CommittedStep,
-    ExtentRecord,
-    StorePage,
-    read_checkpoint_page,
-    stored_pages,
-)
+from ebbtide.runtime.storage.pages import CheckpointPage, CommittedStep, StorePage, read_checkpoint_page, stored_pages
 from ebbtide.runtime.storage.view import View, page_aligned
 
 
@@ -113,14 +106,10 @@ class StepReader:
                 self._opened[block.drive].read(data, start)
                 hashes.append(block_hash(data[: block.size_bytes]))
             if hashes_of_tensors(wanted, hashes) != record.hashes[:most]:
-                raise self._damaged(record)
-
-    def _damaged(self, record: ExtentRecord) -> DamagedError:
-        return DamagedError(
-            f"the state of subgroup {record.subgroup} at step {self._page.step} in "
-            f"{self._directories[0]} is damaged: its hash is not the one that was written. "
-            "Load an earlier checkpoint, and check the drive"
-        )
+                raise DamagedError(
+                    f"the state of subgroup {subgroup} at step {self._page.step} in {self._directories[0]} is damaged: "
+                    "its hash is not the one that was written. Load an earlier checkpoint, and check the drive"
+                )
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:
         """Return one fp32 tensor of the optimizer state that a checkpoint keeps on drives.

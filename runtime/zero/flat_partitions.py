@@ -234,7 +234,10 @@ def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> Stat
 def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
     copies = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     copies[:] = [copy.new_empty(0) for copy in copies]
-    _unlink(optimizer)
+    optimizer.offload_gradient_dict.clear()
+    for group in optimizer.bit16_groups:
+        for param in group:
+            param._hp_mapping = None
     for master in masters:
         master.grad = None
 
@@ -250,13 +253,6 @@ def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
     copies[:] = [torch.empty_like(m.data, dtype=optimizer.dtype) for m in masters]
     optimizer._link_all_hp_params()
     optimizer._hp_optimizer_states_linked = False
-
-
-def _unlink(optimizer: Any) -> None:
-    optimizer.offload_gradient_dict.clear()
-    for group in optimizer.bit16_groups:
-        for param in group:
-            param._hp_mapping = None
 
 
 def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:

@@ -69,11 +69,12 @@ def check_host_memory(
     """
     ranks = local_ranks()
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
-    own = own_step_of(config, client)
+    own, wire_bytes = own_step_of(config, client), _wire_bytes(config)
+    kept = (config.get("data_types") or {}).get("grad_accum_dtype")
     needed = needed_bytes(
         on_the_host(plan) if own else plan,
-        _gradient_bytes(config),
-        wire_bytes=_wire_bytes(config),
+        GRADIENT_BYTES[kept] if kept in GRADIENT_BYTES else wire_bytes,
+        wire_bytes=wire_bytes,
         optimizer=_KEPT_APART if own else _optimizer(config, client),
         stage=stage,
         micro_batches=_micro_batches(config),
@@ -141,13 +142,6 @@ def own_step_of(config: dict[str, Any], client: Any) -> tuple[int, int] | None:
     if not isinstance(made, torch.optim.Optimizer) or rule_class(made) is not None:
         return None
     return 4, kept_bytes(made, torch.float32)
-
-
-def _gradient_bytes(config: dict[str, Any]) -> int:
-    kept = (config.get("data_types") or {}).get("grad_accum_dtype")
-    if kept in GRADIENT_BYTES:
-        return GRADIENT_BYTES[kept]
-    return _wire_bytes(config)
 
 
 def _micro_batches(config: dict[str, Any]) -> int:

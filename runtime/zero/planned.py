@@ -81,11 +81,6 @@ class PlannedZero:
     def any_rank(self, flag: bool) -> bool:
         return bool(private.largest_of_ranks([flag]).item())
 
-    def _finite_norms(self) -> dict[int, bool]:
-        self._norms_to_host()
-        norms = self.norm_for_param_grads.items()
-        return {key: bool(torch.isfinite(norm)) for key, norm in norms}
-
     def _norms_to_host(self) -> None:
         norms = self.norm_for_param_grads
         if norms and next(iter(norms.values())).is_cuda:

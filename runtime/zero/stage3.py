@@ -98,7 +98,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return bool(flag.item())
 
     def _sums_finite(self) -> bool:
-        windows, finite = self._windows, self._finite_norms()
+        self._norms_to_host()
+        windows = self._windows
+        finite = {key: bool(torch.isfinite(norm)) for key, norm in self.norm_for_param_grads.items()}
         for key, piece in windows.slices.items():
             if piece.begun and not piece.touched:
                 finite[key] = bool(torch.isfinite(windows.sum_so_far(piece)).all())
@@ -144,7 +146,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
                 self._gathers.stand_in()
             else:
                 own.executor.wait_all()
-                self._swap_out()
+                for index in self._swapped:
+                    self._partitioned_params_swap_out(index)
             self._post_step(set())
         own.recorder.step_ends()
 
@@ -156,10 +159,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     def empty_partition_cache(self) -> None:
         super().empty_partition_cache()
         self._gathers.together.stay_gathered(False)
-
-    def _swap_out(self) -> None:
-        for index in self._swapped:
-            self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
         # If the plan does not overlap updates with forward, gather the small parameters, as stock DeepSpeed always does

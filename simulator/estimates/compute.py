@@ -140,7 +140,9 @@ class GpuSpeed:
         seconds = part.products * self._products_s(block, shape)
         if not block.attention:
             return seconds + self._loss_bytes(block, shape, part) / self.memory_bytes_per_s
-        scores_s = self._score_flops(block, shape) / self.attention_flops_per_s
+        seen = shape.sequence / 2 if self.flash else shape.sequence
+        score_flops = shape.tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
+        scores_s = score_flops / self.attention_flops_per_s
         traffic = part.traffic[self.kernels] * (self._traffic_bytes(shape) + self._routing_bytes(block, shape))
         scores = part.scores if self.flash else min(part.scores, STORED_BACKWARD_SCORES)
         return seconds + scores * scores_s + traffic / self.memory_bytes_per_s
@@ -154,10 +156,6 @@ class GpuSpeed:
             experts_s = wasted * shape.tokens * experts.flops_per_token / self.tensor_parallel / self.expert_flops_per_s
         seconds = shape.tokens * flops_per_token / self.tensor_parallel / self.flops_per_s + experts_s
         return max(seconds, self._product_bytes(block, shape) / self.memory_bytes_per_s)
-
-    def _score_flops(self, block: Block, shape: "BatchShape") -> float:
-        seen = shape.sequence / 2 if self.flash else shape.sequence
-        return shape.tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
 
     def _product_bytes(self, block: Block, shape: "BatchShape") -> float:
         # The hidden size is assumed as one dimension of each matrix.

@@ -197,7 +197,7 @@ class StockLoop(TrainingLoop):
         self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=copied)
 
     def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
-        hosted = sum(n for s, n in self.shares[layer] if self._goes_to_host(s))
+        hosted = sum(n for s, n in self.shares[layer] if s >= self.resident and not self._waits_on_device(s))
         hosted *= micro_step == self.boundary  # gradients of earlier micro-batches stay in DeepSpeed's partition buffer
         elements = self.workload.layers[layer].params
         if not elements:
@@ -220,9 +220,6 @@ class StockLoop(TrainingLoop):
     @property
     def _copies_behind_backward(self) -> bool:
         return self.options.pinned and self.options.async_gradients
-
-    def _goes_to_host(self, subgroup: int) -> bool:
-        return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
     def _waits_on_device(self, subgroup: int) -> bool:
         return self.options.updates == "interleaved" and subgroup in self.staged

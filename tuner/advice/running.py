@@ -76,7 +76,10 @@ def hint(run: RunningJob) -> Hint | None:
     """
     try:
         job = Job.of_deepspeed(run.model, run.config, **run.shape)
-        _check_elements(job, run.elements)
+        described = sum(block.elements for block in job.architecture.blocks())
+        if described != run.elements:
+            counts = f"{run.elements:,} parameters, and its config describes {described:,}"
+            raise UnknownRunError(f"the model has {counts}")
         machine, work = _as_watched(job, run)
         asked = {"device_memory_bytes": run.device_bytes, "host_memory_bytes": run.host_bytes}
         freedom = {"offload_parameters": not job.offload.keeps_parameters}
@@ -98,12 +101,6 @@ def hint(run: RunningJob) -> Hint | None:
         if run.device_bytes is None or needed <= run.device_bytes:
             return Hint(one.label, run.expected_s / one.factor, one.factor)
     return None
-
-
-def _check_elements(job: Job, elements: int) -> None:
-    described = sum(block.elements for block in job.architecture.blocks())
-    if described != elements:
-        raise UnknownRunError(f"the model has {elements:,} parameters, and its config describes {described:,}")
 
 
 def _as_watched(job: Job, run: RunningJob) -> tuple[Machine, Workload]:

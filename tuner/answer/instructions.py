@@ -126,13 +126,10 @@ def trainer(workload: Workload, config_file: str = CONFIG_FILE) -> str:
     if workload.recompute is not None:
         given["gradient_checkpointing"] = workload.recompute
     given["deepspeed"] = config_file
-    lines = "".join(f"    {name}={_python(value)},\n" for name, value in given.items())
+    shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in given.items()}
+    lines = "".join(f"    {name}={value},\n" for name, value in shown.items())
     length = "" if workload.sequence is None else f"  # samples of at most {workload.sequence} tokens"
     return f"TrainingArguments(\n{lines}){length}"
-
-
-def _python(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def command(workload: Workload, config_file: str = CONFIG_FILE) -> str:

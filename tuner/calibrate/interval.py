@@ -24,7 +24,7 @@ the workload with these rates moved, so that one simulation shows the effect of 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,18 +134,15 @@ def causes(machine: Machine, workload: Workload | None = None) -> tuple[Cause, .
 
     Rates without a spread, such as those given by the user, are no cause.
     """
-    found = tuple(_causes(machine))
-    if workload is not None and OF_EXPERTS in workload.provenance:
-        found += (Cause(LAYERS_OF_EXPERTS, EXPERTS_SPREAD, OF_EXPERTS),)
-    return found
-
-
-def _causes(machine: Machine) -> Iterator[Cause]:
+    found = []
     for knob in knobs_of(machine, APART):
         value = getattr(machine, knob.fields[0])
         quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value
         if quantity.log_sigma:
-            yield Cause(knob, quantity.log_sigma, f"{quantity.source}: {quantity.detail}")
+            found.append(Cause(knob, quantity.log_sigma, f"{quantity.source}: {quantity.detail}"))
+    if workload is not None and OF_EXPERTS in workload.provenance:
+        found.append(Cause(LAYERS_OF_EXPERTS, EXPERTS_SPREAD, OF_EXPERTS))
+    return tuple(found)
 
 
 def own_spread(machine: Machine, strategy: str = "") -> float:

@@ -109,11 +109,7 @@ def profile(
     written = output or "machine.json"
     machine_profile(written, storage_dir, drive, seconds, ranks, fresh, as_json)
     if push is not None:
-        _push(push, written, replace)
+        from ebbtide.simulator.machine import Machine
+        from ebbtide.tuner.service.client import push_machine
 
-
-def _push(url: str, path: str, replace: bool) -> None:
-    from ebbtide.simulator.machine import Machine
-    from ebbtide.tuner.service.client import push_machine
-
-    push_machine(url, Machine.load(path), replace)
+        push_machine(push, Machine.load(written), replace)

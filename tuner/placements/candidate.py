@@ -129,7 +129,9 @@ class Moved:
         (change,) = rng.choices([*moves], [*moves.values()])
         new = replace(self, codes=list(self.codes), sequences=[list(sequence) for sequence in self.sequences])
         change(new, rng)
-        return new._limited()
+        new.slots = max(1, min(new.slots, new.staged))
+        new.prefetch = max(0, min(new.prefetch, new.slots))
+        return new
 
     def _moves(self) -> dict[Callable[[Self, Random], None], float]:
         kind, free = type(self), self.free
@@ -150,11 +152,6 @@ class Moved:
     def staged(self) -> int:
         """Return the number of subgroups that this plan copies to the GPU for their update."""
         return bytes(self.codes).translate(_STAGED_OR_NOT).count(1)
-
-    def _limited(self) -> Self:
-        self.slots = max(1, min(self.slots, self.staged))
-        self.prefetch = max(0, min(self.prefetch, self.slots))
-        return self
 
     def _sequence(self, subgroup: int) -> list[int]:
         return self.sequences[QUEUE_NUMBERS[self.codes[subgroup]]]

@@ -128,7 +128,7 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
     Args:
         away: Fraction of the 16-bit parameters that must live in host memory. If None, any fraction.
     """
-    program = _program(workload, machine, limits, away)
+    program = _linear_program(workload, machine, limits, away)
     found = program.solved([1.0], [[1.0]] * len(program.rows), None)
     # No division fits. Find the one that lacks the fewest bytes, where those of GPU memory count twice.
     if found.x[-1] > 0:
@@ -146,7 +146,7 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
 
 
 @dataclass(frozen=True)
-class _Program:
+class _LinearProgram:
     """A linear program. It finds which fraction of the parameters has which placement and location.
 
     The unknowns, each per element of the model, are the fraction of each way, then the fraction whose gradients are
@@ -186,7 +186,7 @@ class _Program:
         )
 
 
-def _program(workload: Workload, machine: Machine, limits: Limits, away: float | None) -> _Program:
+def _linear_program(workload: Workload, machine: Machine, limits: Limits, away: float | None) -> _LinearProgram:
     held, params = Holding.of_workload(workload), float(workload.params)
     stores = limits.storage_bytes is not None and workload.zero_stage == 3
     used = [way for way in plain_ways() if _allowed(workload, machine, way, stores)]
@@ -206,7 +206,7 @@ def _program(workload: Workload, machine: Machine, limits: Limits, away: float |
         ends = [limits.host_bytes / params - _base(workload)]
     if stores and limits.storage_bytes is not None:
         rows, ends = [*rows, storage], [*ends, limits.storage_bytes / params]
-    return _Program(used, (device, host, storage), rows, ends, sends, most_sums, *_divided(used, away))
+    return _LinearProgram(used, (device, host, storage), rows, ends, sends, most_sums, *_divided(used, away))
 
 
 def _base(workload: Workload) -> float:

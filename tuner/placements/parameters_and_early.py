@@ -80,7 +80,8 @@ def move_parameters(search: Search) -> None:
         return
     search.moves_parameters = True
     count, best, best_s = len(search.workload.subgroups), search.locations, search.best_s
-    fewest = 0 if search.fits else _fewest(search, count)
+    enough = partial(_hold, search, count)
+    fewest = 0 if search.fits else bisect_left(range(count), True, 1, key=enough)
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     for locations in (spaced(count, n) for n in sorted(numbers)):
         # Otherwise no plan with these locations can be faster.
@@ -128,10 +129,6 @@ def brought(search: Search, made: Plan) -> list[str]:
         reason + f"This saves {seconds_text(saved_s)} compared with all of them on the GPU "
         f"({seconds_text(saved_s / (size / GIB))} per GiB)"
     ]
-
-
-def _fewest(search: Search, count: int) -> int:
-    return bisect_left(range(count), True, 1, key=lambda away: _hold(search, count, away))
 
 
 def _hold(search: Search, count: int, away: int) -> bool:

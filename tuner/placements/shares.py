@@ -55,9 +55,11 @@ def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = 
     # Other placements take at least as many bytes of state. Only the buffers of parameters can be saved.
     slots = PARAMETER_SLOTS * max(search.workload.subgroups) * search.workload.wire_bytes
     both = least.device_peak_bytes + least.host_peak_bytes - slots
-    best_s = min(best_s, _grid_s(search, MOST_POINTS, (2, 4)))
+    grid = product(_grid(len(search.workload.subgroups), MOST_POINTS, search.choices), (2, 4))
+    best_s = min(best_s, *(search.try_(search.evenly(numbers, slots)) for numbers, slots in grid))
     if math.isinf(best_s) and both <= search.limits.total_bytes:
-        division = _division(search)
+        away = search.away(search.locations) / search.workload.params
+        division = roomiest(search.workload, search.machine, search.limits, away=away)
         best_s = min(_roomiest_s(search, division, fixed) for fixed in _held_apart(search))
     if not STORED.isdisjoint(search.choices):
         best_s = min(best_s, _least_stored(search))
@@ -82,11 +84,6 @@ def _least_stored(search: Search) -> float:
     return best_s
 
 
-def _grid_s(search: Search, points: int, slots: Sequence[int]) -> float:
-    numbers = _grid(len(search.workload.subgroups), points, search.choices)
-    return min(search.try_(search.evenly(n, number)) for n, number in product(numbers, slots))
-
-
 def _roomiest_s(search: Search, division: Division, fixed: Mapping[int, Placement]) -> float:
     sizes, choices = search.workload.subgroups, search.choices
     count = len(sizes) - len(fixed)
@@ -103,11 +100,6 @@ def _roomiest_s(search: Search, division: Division, fixed: Mapping[int, Placemen
         made = search.evenly(dict(zip(choices, (count - sum(numbers), *numbers), strict=True)), 1, fixed)
         best_s = min(best_s, search.try_(made))
     return best_s
-
-
-def _division(search: Search) -> Division:
-    away = search.away(search.locations) / search.workload.params
-    return roomiest(search.workload, search.machine, search.limits, away=away)
 
 
 def _held_apart(search: Search) -> Iterator[dict[int, Placement]]:

@@ -1,8 +1,8 @@
 """The checkpoint engine that replaces DeepSpeed's own and writes checkpoints in the background.
 
 A checkpoint copies nothing when it starts. Writer threads read the tensors of optimizer state while
-training continues. Only state that an update is about to overwrite is copied first (copy on update). `Save` is the part of
-``engine.save_checkpoint`` that training waits for.
+training continues. Only state that an update is about to overwrite is copied first (copy on update).
+`Save` is the part of ``engine.save_checkpoint`` that training waits for.
 """
 
 import atexit
@@ -338,20 +338,16 @@ class LazyCheckpointEngine(CheckpointEngine):
             if job is not None:
                 self._report(job)
         finally:
-            self._drop_note()
+            if self._note is not None and not self._note.stays:
+                note, self._note = self._note, None
+                with contextlib.suppress(OSError):
+                    note.remove()
 
     def _report(self, job: BackgroundSave) -> None:
         if job.report is not None:
             self.last = job.report
         if job.failure is not None and not job.cancelled:
             raise CheckpointError(_failed(job)) from job.failure
-
-    def _drop_note(self) -> None:
-        if self._note is None or self._note.stays:
-            return
-        note, self._note = self._note, None
-        with contextlib.suppress(OSError):
-            note.remove()
 
     # -- saving: around engine.save_checkpoint
 

@@ -35,9 +35,10 @@ from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
 
 def random_states() -> dict[str, Any]:
     """Return the states of the random number generators of Python, numpy, torch and every CUDA device, in a dict."""
+    version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
-        "python": _python_state(),
+        "python": [version, torch.tensor(internal), gauss],
         "numpy": [
             str(name),
             torch.from_numpy(np.asarray(keys).astype(np.int64)),
@@ -48,11 +49,6 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-
-
-def _python_state() -> list[Any]:
-    version, internal, gauss = random.getstate()
-    return [version, torch.tensor(internal), gauss]
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
@@ -130,22 +126,19 @@ class Resumption:
         recover_replaced(load_dir, Files())
         if tag is None:
             tag = named_latest(load_dir)
-            if not tag:
-                self._refuse_empty(load_dir)
+            if tag is None:
                 return None
+            if not tag:
+                raise CheckpointError(
+                    f"the file {load_dir / 'latest'} must name the checkpoint to load, but is empty. "
+                    f"{self._advice(load_dir)}"
+                )
         problem = self._problem(load_dir, tag)
         if problem:
             raise CheckpointError(
                 f"the checkpoint to load, {load_dir / tag}, must be whole, but {problem}. {self._advice(load_dir)}"
             )
         return tag
-
-    def _refuse_empty(self, load_dir: Path) -> None:
-        if named_latest(load_dir) is not None:
-            raise CheckpointError(
-                f"the file {load_dir / 'latest'} must name the checkpoint to load, but is "
-                f"empty. {self._advice(load_dir)}"
-            )
 
     def _problem(self, load_dir: Path, tag: str) -> str:
         folder = load_dir / tag
@@ -228,8 +221,8 @@ class Loading:
                     result = original(str(directory), tag=tag, **options)
                 finally:
                     self.into = {}
-                if self._restores_random:
-                    self._restore_random(folder)
+                if self._restores_random and (states := folder / random_file(self._rank)).exists():
+                    restore_random_states(load_file(states))
                 return result
 
     @contextmanager
@@ -298,11 +291,6 @@ class Loading:
             and tensor.is_contiguous()
             and self._live.runs(tensor.data_ptr(), tensor.numel() * tensor.element_size()) is not None
         }
-
-    def _restore_random(self, folder: Path) -> None:
-        path = folder / random_file(self._rank)
-        if path.exists():
-            restore_random_states(load_file(path))
 
 
 def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:

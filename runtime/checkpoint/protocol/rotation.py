@@ -199,7 +199,8 @@ class Note:
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(self._path)
-        _remove_if_empty(self._path.parent)
+        with contextlib.suppress(OSError):  # other notes may be in the folder
+            self._path.parent.rmdir()
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
@@ -414,8 +415,3 @@ def _read(path: Path) -> dict[str, Any]:
         return page if isinstance(page, dict) else {}
     except (OSError, ValueError):
         return {}
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()

@@ -169,7 +169,9 @@ class BackgroundSave:
         except BaseException as error:  # the next save raises it
             self.failure = error
             self._commit.abort(error)
-            self._give_up_stored()
+            if self._stored is not None:
+                with contextlib.suppress(Exception):  # a failed store reports its error at its next write
+                    self._stored.settle(committed=self._commit.is_committed())
         finally:
             self._live.attach(None)
             self._placed.set()
@@ -177,11 +179,6 @@ class BackgroundSave:
                 self._when_over()  # first, so that deletions are settled when a waiting thread continues
             finally:
                 self._over.set()
-
-    def _give_up_stored(self) -> None:
-        if self._stored is not None:
-            with contextlib.suppress(Exception):  # a failed store reports its error at its next write
-                self._stored.settle(committed=self._commit.is_committed())
 
     @property
     def cancelled(self) -> bool:

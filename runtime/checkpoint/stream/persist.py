@@ -227,7 +227,9 @@ class BlockWriter:
         The old state is no longer needed once it is written to the checkpoint's files or copied to reserved host
         memory.
         """
-        blocks = [b for b in self._queues_of(subgroup) if not self._free_of(b)]
+        with self._condition:
+            queued = list(self._queues.get(subgroup, ()))
+        blocks = [b for b in queued if not self._free_of(b)]
         if not blocks:
             return
         begin = time.monotonic()
@@ -237,10 +239,6 @@ class BlockWriter:
                 self._release_block(block, subgroup, patient=patient)
         with self._condition:
             self.waited_s += time.monotonic() - begin
-
-    def _queues_of(self, subgroup: int) -> list[FileBlock]:
-        with self._condition:
-            return list(self._queues.get(subgroup, ()))
 
     @staticmethod
     def _free_of(block: FileBlock) -> bool:

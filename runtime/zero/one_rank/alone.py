@@ -17,7 +17,7 @@ class OneRankStage3(DeepSpeedZeroOptimizer_Stage3):
     Gradients reach host memory, and updates run, as under DeepSpeed alone. Results are bit-identical.
     """
 
-    _alone: "_Views"
+    _alone: "_ViewsOfOneRank"
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - DeepSpeed's private method
         self, params: list[Any], dtype: torch.dtype
@@ -90,7 +90,7 @@ def take_hooks_off(engine: Any) -> bool:
         return True
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or not private.only_rank(optimizer):
         return False
-    views = _Views(optimizer, [param for param in engine.module.parameters() if hasattr(param, "ds_id")])
+    views = _ViewsOfOneRank(optimizer, [param for param in engine.module.parameters() if hasattr(param, "ds_id")])
     views.choose()
     if views.on:
         optimizer._alone, optimizer.__class__ = views, OneRankStage3
@@ -109,7 +109,7 @@ def put_hooks_back(engine: Any) -> None:
     del optimizer._alone
 
 
-class _Views(Views):
+class _ViewsOfOneRank(Views):
     """The views of a rank whose parameters no update writes outside of ``step()``."""
 
     def __init__(self, optimizer: Any, parameters: list[Any]) -> None:

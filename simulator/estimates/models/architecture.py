@@ -148,12 +148,8 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
         numbers["head_size"] = hidden // heads
     layout = tuple(numbers.pop("layout").split())
     plain = not {"gate", "gate_up", "experts", "fused_experts"} & set(layout)
-    numbers.setdefault("ffn", 4 * hidden if plain else _gated_ffn(hidden))
+    numbers.setdefault("ffn", 4 * hidden if plain else 256 * math.ceil(8 * hidden / 3 / 256))
     return DescribedArchitecture(name=name, layout=layout, **numbers)
-
-
-def _gated_ffn(hidden: int) -> int:
-    return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
