@@ -70,10 +70,10 @@ def check_host_memory(
     ranks = local_ranks()
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
     own, wire_bytes = own_step_of(config, client), _wire_bytes(config)
-    kept = (config.get("data_types") or {}).get("grad_accum_dtype")
+    kept: str = (config.get("data_types") or {}).get("grad_accum_dtype", "")
     needed = needed_bytes(
         on_the_host(plan) if own else plan,
-        GRADIENT_BYTES[kept] if kept in GRADIENT_BYTES else wire_bytes,
+        GRADIENT_BYTES.get(kept, wire_bytes),
         wire_bytes=wire_bytes,
         optimizer=_KEPT_APART if own else _optimizer(config, client),
         stage=stage,

@@ -19,6 +19,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
     ZERO,
     at_least,
     check_counted,
+    check_removed,
     loaded,
     section,
 )
@@ -82,6 +83,7 @@ def deepspeed_fields(
     check_counted(read, ranks, tensor_parallel)
     if (section(read, ZERO).get("mics_shard_size") or -1) > 0:
         raise ModelError(plan_obstacle(read), key=f"ds_config.{ZERO}.mics_shard_size")
+    check_removed(read)
     resolver = _Resolver(read)
     stage = resolver.stage(zero_stage)
     micro, steps = resolver.batches(ranks, micro_batch, accumulation)

@@ -62,8 +62,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Keys that all DeepSpeed versions from 0.18.6 to 0.19.8 know. Any other key is looked up in the installed DeepSpeed,
-# whose import takes seconds.
+# Keys that all DeepSpeed versions from 0.18.6 to 0.19.8 know, apart from those in `REMOVED`. Any other key is looked up
+# in the installed DeepSpeed, whose import takes seconds.
 _KNOWN: Mapping[str, frozenset[str]] = {
     ZERO: _names(
         """allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
@@ -108,6 +108,17 @@ _KNOWN_TOP = _names(
     wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     zero_optimization"""
 )
+# Keys that DeepSpeed refuses, whatever their value, since the version that no longer has what they set.
+REMOVED: Mapping[tuple[int, ...], frozenset[str]] = {
+    (0, 19, 7): _names(
+        f"""compression_training nebula quantize_training sparse_attention {ZERO}.mics_hierarchical_params_gather
+        {ZERO}.mics_shard_size"""
+    ),
+    (0, 19, 8): _names(
+        f"""amp curriculum_learning eigenvalue elasticity graph_harvesting progressive_layer_drop sparse_gradients
+        {ZERO}.zeropp_loco_param"""
+    ),
+}
 # At the top level, DeepSpeed silently accepts any key. A key that nearly equals one of these is reported as misspelled.
 _TOP = (ZERO, *BATCHES, "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide")
 _NEARLY = 0.9
@@ -370,6 +381,29 @@ def _of_installed(where: str) -> set[str]:
     }[where]
     fields = schema.model_fields
     return {*fields, *(field.alias for field in fields.values() if field.alias)}
+
+
+def check_removed(config: Mapping[str, Any]) -> None:
+    """Refuse a DeepSpeed config with a key that the installed DeepSpeed refuses, since it no longer has what it sets.
+
+    Raises:
+        ModelError: There is such a key, or Apex's mixed precision, which no DeepSpeed has with ZeRO.
+    """
+    if at(config, "amp.enabled") is True and at(config, f"{ZERO}.stage"):
+        raise ModelError(
+            "amp.enabled must be absent or false with ZeRO, because DeepSpeed refuses Apex's mixed precision with "
+            "ZeRO: enable bf16 or fp16 instead",
+            key="ds_config.amp.enabled",
+        )
+    for version, removed in REMOVED.items():
+        for key in sorted(removed) if at_least(version) else ():
+            where, _, name = key.rpartition(".")
+            if name in (section(config, where) if where else config):
+                raise ModelError(
+                    f"{key} must be absent, because DeepSpeed refuses it since version {'.'.join(map(str, version))}: "
+                    "remove the key",
+                    key=f"ds_config.{key}",
+                )
 
 
 def check_counted(config: Mapping[str, Any], ranks: int = 1, tensor_parallel: int = 1) -> None:

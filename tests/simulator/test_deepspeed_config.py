@@ -7,7 +7,18 @@ import re
 
 import pytest
 from ebbtide.simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
-from ebbtide.simulator.estimates.deepspeed_keys import _KINDS, _KNOWN, _SECTIONS, HELD, OPTIMIZER, STATE, ZERO, loaded
+from ebbtide.simulator.estimates.deepspeed_keys import (
+    _KINDS,
+    _KNOWN,
+    _SECTIONS,
+    HELD,
+    OPTIMIZER,
+    REMOVED,
+    STATE,
+    ZERO,
+    at_least,
+    loaded,
+)
 from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.offloading import default_pinning, offloading
@@ -179,6 +190,33 @@ def test_nonsense_is_refused_with_its_key(ds_config, says):
     with pytest.raises(ModelError, match=says) as refused:
         stock(ds_config)
     assert len(str(refused.value)) < 300
+
+
+def test_the_keys_that_the_installed_deepspeed_has_removed_are_known():
+    from deepspeed.runtime import config as of_deepspeed
+
+    removed = {*getattr(of_deepspeed, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())}
+    removed |= {f"{ZERO}.{key}" for key in getattr(of_deepspeed, "_REMOVED_ZERO_CONFIG_KEYS", ())}
+    assert {key for version, keys in REMOVED.items() if at_least(version) for key in keys} == removed
+
+
+@pytest.mark.parametrize(("version", "key"), [(v, key) for v, keys in REMOVED.items() for key in sorted(keys)])
+def test_a_key_that_deepspeed_has_removed_is_refused(monkeypatch, version, key):
+    where, _, name = key.rpartition(".")
+    value = {"mics_shard_size": -1, "sparse_gradients": False}.get(name, False if where else {"enabled": False})
+    ds_config = config(**{name: value}) if where else {**config(), name: value}
+    installed = "ebbtide.simulator.estimates.deepspeed_keys._installed_version"
+    monkeypatch.setattr(installed, lambda: ".".join(map(str, version)))
+    with pytest.raises(ModelError, match=f"{key} must be absent, because DeepSpeed refuses it since version"):
+        workload(ds_config)
+    monkeypatch.setattr(installed, lambda: "0.19.6")
+    workload(ds_config)
+
+
+def test_apex_is_refused_with_zero_by_each_version(monkeypatch):
+    monkeypatch.setattr("ebbtide.simulator.estimates.deepspeed_keys._installed_version", lambda: "0.18.6")
+    with pytest.raises(ModelError, match=r"amp\.enabled must be absent or false with ZeRO"):
+        workload({"amp": {"enabled": True, "opt_level": "O1"}, "zero_optimization": {"stage": 2}})
 
 
 @pytest.mark.parametrize(
