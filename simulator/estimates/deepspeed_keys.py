@@ -92,6 +92,11 @@ _KNOWN: Mapping[str, frozenset[str]] = {
         pipeline_write ratio super_offload"""
     ),
     HELD: _names("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
+    "fp16": _names(
+        """auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
+        loss_scale loss_scale_window min_loss_scale"""
+    ),
+    **dict.fromkeys(("bf16", "bfloat16"), _names("bf16_master_weights_and_grads enabled immediate_grad_update")),
     "compile": _names("deepcompile"),
     "hybrid_engine": _names("enabled"),
 }
@@ -368,6 +373,7 @@ def _of_installed(where: str) -> set[str]:
     # The result is empty if DeepSpeed is not installed.
     try:
         from deepspeed.compile.config import CompileConfig
+        from deepspeed.runtime import precision_config
         from deepspeed.runtime.config import HybridEngineConfig
         from deepspeed.runtime.zero import config, offload_config
     except ImportError:
@@ -376,6 +382,8 @@ def _of_installed(where: str) -> set[str]:
         ZERO: config.DeepSpeedZeroConfig,
         STATE: offload_config.DeepSpeedZeroOffloadOptimizerConfig,
         HELD: offload_config.DeepSpeedZeroOffloadParamConfig,
+        "fp16": precision_config.DeepSpeedFP16Config,
+        **dict.fromkeys(("bf16", "bfloat16"), precision_config.DeepSpeedBF16Config),
         "compile": CompileConfig,
         "hybrid_engine": HybridEngineConfig,
     }[where]
@@ -505,6 +513,9 @@ _COUNT = _Kind("a whole number >= 1", Annotated[int, Field(ge=1, lt=10**9)], aut
 _NUMBER = _Kind("a number >= 0", Annotated[float, Field(ge=0, lt=10**18)], auto=True)
 _ELEMENTS = _Kind("a whole number >= 0", Annotated[int, _Number, Field(ge=0, lt=10**18)], auto=True)
 _DEGREE = _Kind("a whole number >= 0", Annotated[int, _Number, Field(ge=0)])
+_WHOLE = _Kind("a whole number", Annotated[int, _Number])
+_PLAIN_NUMBER = _Kind("a number >= 0", Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)])
+_WIRE = _Kind("fp16, bf16 or fp32", Annotated[str, Field(pattern="(?i)^(fp16|bf16|fp32)$")])
 _SHARDS = _Kind("a whole number >= -1", Annotated[int, _Number, Field(ge=-1)])
 _SHARE = _Kind("a number between 0 and 1", Annotated[float, _Number, Field(ge=0, le=1)])
 _FLAG = _Kind("true or false", bool)
@@ -536,4 +547,10 @@ _KINDS: Mapping[str, _Kind] = {
     "activation_checkpointing.cpu_checkpointing": _FLAG,
     **dict.fromkeys((f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")), _FLAG),
     "bf16.bf16_optimizer_states": _FLAG,
+    "fp16.loss_scale": _PLAIN_NUMBER,
+    **dict.fromkeys(
+        (f"fp16.{name}" for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")),
+        _WHOLE,
+    ),
+    "communication_data_type": _WIRE,
 }

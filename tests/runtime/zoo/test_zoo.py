@@ -8,7 +8,10 @@ config of each group. ``python -m tests.runtime.zoo`` runs all configs.
 import json
 
 import pytest
-from ebbtide.tuner.doctor.under_a_plan import under_a_plan
+from ebbtide.simulator import ModelError
+from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.tuner.doctor.under_a_plan import refused_by_deepspeed, under_a_plan
 
 from tests.runtime.zoo.configs import as_trained, offloads, published, zero_of
 from tests.runtime.zoo.training import plannable, stock, trained
@@ -56,6 +59,20 @@ def test_same_bits_or_stock_itself_refuses(front_door, name, config):
 def test_the_table_is_as_large_as_it_should_be():
     assert len({row.repository for row in published()}) >= 30
     assert sum(offloads(row.config) for row in published()) >= 60
+
+
+def test_an_estimate_refuses_what_deepspeed_itself_refuses():
+    answered = []
+    for row in published():
+        config = {key: value for key, value in row.config.items() if key not in BATCHES}
+        refusal = refused_by_deepspeed(config)
+        if refusal and "only supported for CUDA" not in refusal:
+            try:
+                Job.of_deepspeed("Llama 3 8B", config, sequence=512, micro_batch=1, accumulation=1)
+            except ModelError:
+                continue
+            answered.append((row.name, refusal))
+    assert answered == []
 
 
 def test_the_doctor_says_what_becomes_of_each():
