@@ -63,16 +63,12 @@ class Estimate(Shown):
 
     @property
     def gpu_bytes(self) -> int:
-        """Return the peak GPU memory that the estimated training step needs, in bytes: the sum over all uses of the
-        memory.
-        """
+        """Return the peak GPU memory that the estimated training step needs, in bytes."""
         return sum(self.gpu.values())
 
     @property
     def host_bytes(self) -> int:
-        """Return the peak host memory that the estimated training step needs, in bytes: the sum over all uses of the
-        memory.
-        """
+        """Return the peak host memory that the estimated training step needs, in bytes."""
         return sum(self.host.values())
 
     def in_short(self) -> str:
@@ -169,7 +165,6 @@ def _answered(
     *,
     full: bool,
 ) -> Estimate:
-    """Return the answer for a training job, with the numbers of a strategy. None: of the advised one."""
     from ebbtide.simulator.analysis.best_setting import simulated
     from ebbtide.tuner.answer.rows import alternatives, compare
     from ebbtide.tuner.answer.verdict import about, role_of, verdict
@@ -222,7 +217,6 @@ def _answered(
 def _planned(
     work: "Workload", machine: "Machine", limits: "Limits", memory: Mapping[str, Any], *, full: bool
 ) -> "tuple[Plan | None, str]":
-    """Return the plan for a training job, or None and the reason why there is none."""
     from ebbtide.simulator.estimates.offloading import plan_refusal
     from ebbtide.tuner.placements.division import ImpossibleError
     from ebbtide.tuner.placements.planning import plan, quick_plan
@@ -239,10 +233,6 @@ def _planned(
 
 
 def _nearest(work: "Workload", machine: "Machine", plan: "Plan | None", memory: Mapping[str, Any]) -> Iterator[str]:
-    """Yield changes that let a training job fit into memory, as sentences for the user.
-
-    If the job fits under a plan, training under a plan is the only change.
-    """
     if plan is not None and plan.prediction is not None:
         prediction = plan.prediction
         yield (
@@ -258,7 +248,6 @@ def _nearest(work: "Workload", machine: "Machine", plan: "Plan | None", memory: 
 
 
 def _faster(work: "Workload", machine: "Machine", iteration_s: float, memory: Mapping[str, Any]) -> Iterator[str]:
-    """Yield changes with which the same samples train faster, as sentences for the user."""
     from ebbtide.tuner.advice.tried import faster
 
     freedom = {"offload_parameters": not work.job.offload.keeps_parameters}
@@ -282,7 +271,6 @@ def _machine(gpu: str | Path | Machine) -> Machine:
 
 
 def _rule(optimizer: Any) -> str:
-    """Return the simulator's name for a torch optimizer's update rule, such as "adam" for ``torch.optim.AdamW``."""
     from ebbtide.simulator.optimizer import OPTIMIZERS
 
     kind = optimizer if isinstance(optimizer, str | type) else type(optimizer)
@@ -298,9 +286,6 @@ def _rule(optimizer: Any) -> str:
 
 
 def _strategy(ds_config: Any) -> str | None:
-    """Return the name of the strategy with which training runs under a DeepSpeed config: "ebbtide" (a plan) or "stock"
-    (DeepSpeed alone, with the offload that the config sets). None without a config.
-    """
     from ebbtide.simulator.estimates.offloading import left_to_stock
 
     config = _read(ds_config)
@@ -322,10 +307,7 @@ def _read(ds_config: Any) -> Mapping[str, Any]:
 
 
 def _recomputed(model: Any) -> bool:
-    """Return True if a model recomputes activations in backward, instead of storing them in forward.
-
-    A model's config does not tell, so True is returned for a config.
-    """
+    """Return True if a model recomputes activations. A config does not tell, so True is returned for it."""
     if isinstance(model, type) or not hasattr(model, "modules"):
         return True
     switches = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]

@@ -60,12 +60,7 @@ def profile_engine(
 
 
 def steps_needed(iterations: int) -> int:
-    """Return the number of optimizer steps that a profile takes, with the warm-up.
-
-    Args:
-        iterations: Number of measured steps. If hooks in the model lengthen a step, as many again are timed without
-            them. With a single rank, as many again are timed without DeepSpeed's hooks, after a first one.
-    """
+    """Return the optimizer steps of a profile. A single rank adds steps without DeepSpeed's hooks on modules."""
     return _steps_with_hooks(iterations) + (1 + iterations if world_size() == 1 else 0)
 
 
@@ -114,9 +109,7 @@ class SampledProfile:
         return loss
 
     def workload(self) -> Workload:
-        """Return the workload (the planner's view of a training job) measured from all profiled steps of an engine.
-
-        The engine's first few steps are slower and should not be profiled.
+        """Return the workload measured from all profiled steps. An engine's first few steps are slower.
 
         Raises:
             ValueError: No step was profiled.
@@ -273,12 +266,7 @@ def _ended(hooks: PhaseHooks, *, bare: bool) -> ProfiledStep:
 
 
 def _hooks_for(engine: Any, traces: list[ProfiledStep], *, bare: bool) -> PhaseHooks:
-    """Return the object that measures the next step of a profile, after the steps in ``traces``: a `Watcher` or a
-    `PlainTimer`.
-
-    A `Watcher` has hooks on the parts of the model. If these hooks lengthen a step, every second step is measured by a
-    `PlainTimer`, which has no such hooks. Without DeepSpeed's hooks, only times are measured.
-    """
+    """Return a `Watcher`, or a `PlainTimer` for every second step if a `Watcher` lengthens the step."""
     if bare and hooks_lengthen_steps():
         return PlainTimer(engine)
     if hooks_lengthen_steps() and traces and not traces[-1].plain:

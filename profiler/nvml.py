@@ -114,7 +114,7 @@ class GpuWatch:
 
 
 def handle_of(nvml: Any, index: int) -> Any:
-    """Return the handle that NVML (NVIDIA's management library) has for a torch GPU, found by the GPU's UUID.
+    """Return NVML's handle of a torch GPU, found by the GPU's UUID.
 
     Numbers cannot be used, because CUDA_VISIBLE_DEVICES renumbers torch's GPUs but not NVML's.
     """

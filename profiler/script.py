@@ -91,10 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def initialize(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Leave an engine with the key ``"ebbtide"`` in its config to DeepSpeed, because it is DeepSpeed that is profiled.
-
-    `ebbtide.runtime.frontdoor.hook` calls this function.
-    """
+    """Leave an engine with the key ``"ebbtide"`` to DeepSpeed, which is profiled. `frontdoor.hook` calls this."""
     return original(*args, **kwargs)
 
 
@@ -213,7 +210,7 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
 
 
 def _leave_job() -> None:
-    """Destroy torch's process group before a rank exits, since the exit may fail while the group is open."""
+    """Destroy torch's process group, since the exit of a rank may fail while the group is open."""
     import torch.distributed
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -127,10 +127,7 @@ def partitions_parameters(optimizer: Any) -> bool:
 
 
 def hooks_lengthen_steps() -> bool:
-    """Return whether a step with the hooks of a `Watcher` takes longer than other steps.
-
-    True with CUDA, because these hooks wait for the GPU. The training thread can then not run ahead of the GPU.
-    """
+    """Return True with CUDA: a `Watcher` waits for the GPU, so the training thread cannot run ahead."""
     return torch.cuda.is_available()
 
 
@@ -217,11 +214,7 @@ class PhaseHooks:
         raise NotImplementedError
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and record the call under a phase of the training step.
-
-        Args:
-            phase: Name of the phase, such as ``forward`` or ``step``.
-        """
+        """Call a function, and record the call under a phase of the training step."""
         self._begins(phase)
         result = work(*args, **kwargs)
         self._ends(phase)
@@ -336,10 +329,7 @@ class PlainTimer(PhaseHooks):
             self._phases.append((phase, begun, _Moment()))
 
     def _gradients_computed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record the time until all gradients are computed.
-
-        DeepSpeed calls the wrapped function after the last gradient, and waits there for the gradients' copies.
-        """
+        """Record the time until all gradients are computed, before DeepSpeed waits for their copies."""
         begun = self._begun.get("backward")
         if begun is not None:
             self._computed.append((begun, _Moment()))
@@ -374,7 +364,7 @@ class _Moment:
             self._event.record()
 
     def seconds_to(self, later: "_Moment") -> float:
-        """Return the seconds from this point to a later one in the same stream. The GPU must have reached both."""
+        """Return the seconds to a later point in the same stream. The GPU must have reached both."""
         if self._event is None:
             return later.host_s - self.host_s
         return float(self._event.elapsed_time(later._event)) / 1e3

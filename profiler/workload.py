@@ -58,7 +58,7 @@ def check_engine(engine: Any) -> None:
 
 
 def workload_of(engine: Any, traces: list[ProfiledStep], name: str, gathers: Gathered | None = None) -> Workload:
-    """Build a workload (the planner's description of a training job) from recorded steps of a DeepSpeed engine.
+    """Build a workload from recorded steps of a DeepSpeed engine.
 
     Args:
         gathers: The engine's gathers of parameters. None: DeepSpeed is asked for them.
@@ -110,7 +110,6 @@ def workload_of(engine: Any, traces: list[ProfiledStep], name: str, gathers: Gat
 
 
 def _settings(engine: Any) -> dict[str, Any]:
-    """Return the fields of a workload that an engine's settings determine, without a measurement."""
     from ebbtide.runtime.zero.checks.other_steps import recomputes
 
     optimizer, ranks = engine.optimizer, local_ranks()
@@ -140,22 +139,14 @@ def _settings(engine: Any) -> dict[str, Any]:
 
 
 def _bucket_params(optimizer: Any) -> dict[str, int]:
-    """Return the size of DeepSpeed's gradient bucket with and without a plan, as a dict of the workload's fields.
-
-    If the bucket has DeepSpeed's default size, ebbtide may set another size in training under a plan. Any other size
-    also applies under a plan.
-    """
+    """Return the sizes of the gradient bucket. A plan sets another size only for the default one."""
     own = int(optimizer.reduce_bucket_size)
     planned = planned_bucket(world_size()) if own == REDUCE_BUCKET_ELEMENTS else None
     return bucket_fields(own, planned, int(optimizer.partition_count) if partitions_parameters(optimizer) else 1)
 
 
 def _backward_s(plain: list[ProfiledStep], watched: list[ProfiledStep]) -> float:
-    """Return the seconds of backward under a plan: without DeepSpeed's way of moving gradients to host memory.
-
-    Steps of both kinds give too long a time, for different reasons, and the shorter one is returned. In a plain step,
-    backward may also wait for earlier copies of gradients. In a watched step, hooks wait for the GPU.
-    """
+    """Return the shorter seconds of both kinds: plain steps may wait for copies, watched steps for the GPU."""
     # Per step, because a disturbance of one step's gradient copies must not be subtracted from another step's backward.
     times = [_median(t.phases["backward"] - t.gradient_path_s for t in watched)] if watched else []
     if plain:
@@ -184,10 +175,7 @@ def _fewer_threads() -> int | None:
 
 
 def _held(optimizer: Any) -> list[list[tuple[Any, int]]]:
-    """Return the parameters of each group in the order of the optimizer state, with this rank's elements of each.
-
-    Below ZeRO-3 they include the padding behind the parameter.
-    """
+    """Return this rank's elements of each group's parameters. Below ZeRO-3 they include padding."""
     if partitions_parameters(optimizer):
         groups: dict[int, list[tuple[Any, int]]] = defaultdict(list)
         for index, subgroup in enumerate(optimizer.fp16_groups):
@@ -248,11 +236,7 @@ def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
 
 
 def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
-    """Measure the CPU seconds for copying all gradients of a DeepSpeed optimizer, and the seconds for their norm.
-
-    Only about 0.5 GiB of gradients is measured, and both times are scaled to all gradients. With their copies,
-    these gradients exceed most CPU caches.
-    """
+    """Measure the CPU seconds to copy all gradients and for their norm, scaled from about 0.5 GiB."""
     sizes = [sum(elements for _, elements in group) for group in _held(optimizer)]
     pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype
     copy_s = norm_s = taken = 0.0
@@ -274,9 +258,7 @@ def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
 def _layers(
     engine: Any, traces: list[ProfiledStep], passes: Mapping[str, float], gathers: Gathered | None
 ) -> tuple[Layer, ...]:
-    """Return the layers of a workload. The seconds in ``passes`` (by field name of `Layer`) are divided among them in
-    proportion to their forward times.
-    """
+    """Return the layers. ``passes`` (seconds by field) are divided in proportion to the forward times."""
     names = {param: name for name, param in engine.module.named_parameters()}
     unit_names = [name for name, _ in units(engine.module)]
     ordered = [pair for group in _held(engine.optimizer) for pair in group]

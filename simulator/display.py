@@ -22,18 +22,11 @@ class Shown:
         raise NotImplementedError
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows of the table that notebooks show for a plan, machine or similar object.
-
-        The first column contains the rows' names.
-        """
+        """Return the rows of the object's table in notebooks. The first column contains the rows' names."""
         raise NotImplementedError
 
     def drawn(self) -> tuple[str, ...]:
-        """Return the names of the table columns that a chart of a plan, machine or similar object shows. All have the
-        same unit.
-
-        `plot` draws one bar for each row of the table, with the columns' values stacked.
-        """
+        """Return the table columns that `plot` stacks, one bar for each row. All have the same unit."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -46,10 +39,7 @@ class Shown:
         return f"<p><b>{type(self).__name__}</b>: {escape(self.in_short())}</p>{table(self.records())}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the table of a plan, machine or similar object as a pandas DataFrame.
-
-        pandas is installed by ``pip install './ebbtide[tune]'``.
-        """
+        """Return the object's table. pandas is installed by ``pip install './ebbtide[tune]'``."""
         import pandas as pd
 
         return pd.DataFrame(self.records())

@@ -97,10 +97,10 @@ _PADDING_IN = 0.05
 
 
 def draw_spans(spans: Sequence[Span], title: str, ax: Axes | None = None) -> Axes:
-    """Draw the ops of a timeline as bars, and return the matplotlib axes.
+    """Draw the ops of a timeline as bars, one row for each lane, and return the matplotlib axes.
 
-    Each lane (a queue of ops, such as a copy direction) is a row. Bars are labelled with their subgroup or layer
-    if the label fits. The time axis is in milliseconds below two seconds, otherwise in seconds.
+    Bars are labelled with their subgroup or layer if the label fits. The time axis is in milliseconds below two
+    seconds, otherwise in seconds.
     """
     if ax is None:
         ax = _new_axes(spans)

@@ -45,12 +45,7 @@ class Peaks(Protocol):
 def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
     """Return by how many bytes given peaks exceed the limit of each memory. Only this function decides what fits.
 
-    Args:
-        limits: Limits by memory, as `Limits.by_memory` returns them. If "device" is absent, GPU memory is host memory,
-            which must hold the sum of the GPU's peak and the host's peak.
-
-    Returns:
-        Missing bytes by the name of the memory. Empty if the peaks fit.
+    If ``limits`` lacks "device", GPU memory is host memory, which must hold both peaks together.
     """
     if not limits:
         return {}
@@ -178,9 +173,7 @@ class Limits:
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 
     def shortfall(self, peaks: Peaks) -> str:
-        """Return a text such as "needs 2.0 GiB more host memory" if memory peaks exceed a rank's limits, otherwise an
-        empty one.
-        """
+        """Return a text such as "needs 2.0 GiB more host memory", or an empty one if the peaks fit."""
         return lacks(self._lacking(peaks))
 
 

@@ -61,9 +61,7 @@ _SHARED = "a share of each subgroup on each directory"
 
 
 def shares(drives: Mapping[str, StorageRates]) -> dict[str, float]:
-    """Return a dict from each drive to the fraction of every subgroup's state to keep there, so that all drives
-    finish together.
-    """
+    """Return the fraction of every subgroup's state for each drive, so that all drives finish together."""
     speeds = {name: 1 / drive.busy_s_per_byte for name, drive in drives.items()}
     total = sum(speeds.values())
     return {name: speed / total for name, speed in speeds.items()}
@@ -260,9 +258,7 @@ class Machine(Shown, Page):
 
     @property
     def default_gpus(self) -> int:
-        """Return the default number of GPUs of a training job on the machine: N for the preset of a host with N cards
-        (``rtx4090-x2``), and otherwise 1.
-        """
+        """Return the default GPUs of a job: N for a preset with N cards (``rtx4090-x2``), otherwise 1."""
         found = re.search(r"-x(\d+)$", self.name) if self.is_preset else None
         return int(found[1]) if found and int(found[1]) == self.gpus_per_node else 1
 
@@ -311,13 +307,12 @@ class Machine(Shown, Page):
         return ("median",)
 
     def rate(self, name: RateName) -> float:
-        """Return the rate of a machine for an op that runs alone, given the name of the rate.
+        """Return the rate of an op that runs alone. The name tells the unit, as in ``h2d_bytes_per_s``.
 
-        The name tells the unit, such as bytes per second in ``h2d_bytes_per_s``. A rate that was not measured is
-        derived from a related one. Copies from or to unpinned memory are assumed to run at a quarter of the rate of
-        pinned copies, because the driver copies them through a pinned buffer of its own. Copies inside host memory are
-        assumed to run at a third of the memory bandwidth of a triad loop (``a = b + 2 c``), because each byte causes
-        three accesses: it is read, written, and fetched before the write.
+        A rate that was not measured is derived from a related one. Copies of unpinned memory run at a quarter of the
+        rate of pinned copies, because the driver copies them through a pinned buffer of its own. Copies inside host
+        memory run at a third of the bandwidth of a triad loop (``a = b + 2 c``): each byte is read, written, and
+        fetched before the write.
 
         Raises:
             ValueError: The machine has neither this rate nor one from which it can be derived.
@@ -348,10 +343,7 @@ class Machine(Shown, Page):
         return None if other is None else other.median * instead[1]
 
     def op_rate(self, name: RateName, cores: float) -> float:
-        """Return the rate with the given name, such as ``host_adam_params_per_s``, for an op on a given number of CPU
-        cores.
-
-        Only the rates of CPU updates depend on the number of cores.
+        """Return a rate for an op on a number of CPU cores, which matters only for the rates of CPU updates.
 
         Raises:
             ValueError: The machine has neither this rate nor one from which it can be derived.
@@ -370,10 +362,9 @@ class Machine(Shown, Page):
         return OUT_OF_PLACE if measured is None else measured.median
 
     def stock_host_adam_rate(self, threads: float) -> float:
-        """Return the parameters per second that DeepSpeed's CPU update processes on a given number of threads.
+        """Return the parameters per second of DeepSpeed's CPU update: linear in the threads, up to that of all cores.
 
-        The rate grows linearly with the number of threads, up to the rate of all cores. If the rate of one thread
-        is unknown, fewer threads slow DeepSpeed's update down as much as they slow down ebbtide's fused kernel.
+        If the rate of one thread is unknown, fewer threads slow it down as much as ebbtide's fused kernel.
         """
         full = self.stock_host_adam_params_per_s.median
         if (one := self.stock_host_adam_thread_params_per_s) is not None:
@@ -464,9 +455,7 @@ class Machine(Shown, Page):
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of a machine's hardware. All profiles of the same hardware have the same hash, whatever their
-        rates.
-        """
+        """Return a hash of the hardware, which is the same for all its profiles, whatever their rates."""
         return self.fingerprint_of(self)
 
     @staticmethod

@@ -39,11 +39,7 @@ class OptimizerState:
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
     def adams(self, gradient_bytes: int, wire_bytes: int) -> float:
-        """Return the cost of updating one parameter with this optimizer, relative to an Adam update: the ratio of
-        memory traffic.
-
-        Updates are limited by memory bandwidth, and a machine's update rates are measured with Adam.
-        """
+        """Return the cost of an update relative to Adam's: the ratio of memory traffic, which limits both."""
         traffic = self.host_traffic_bytes(gradient_bytes, wire_bytes)
         return traffic / ADAM.host_traffic_bytes(gradient_bytes, wire_bytes)
 

@@ -64,9 +64,7 @@ class Page(BaseModel, metaclass=_Meta):
         return [name for name in super().__dir__() if name not in _FORMER]
 
     def save(self, path: str | Path) -> None:
-        """Write a plan, profile or other pydantic model to its JSON file, such that no reader ever sees the file
-        half-written.
-        """
+        """Write the JSON file, such that no reader ever sees it half-written."""
         write_whole(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod

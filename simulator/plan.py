@@ -113,10 +113,7 @@ class Prediction(Page):
 
     @property
     def fits(self) -> bool:
-        """Return True if the memory peaks of a plan's or strategy's prediction stay within the limits of the memories.
-
-        A prediction in a plan file of an older version has no limits. It counts as fitting if ``note`` is empty.
-        """
+        """Return True if the memory peaks fit. Without limits (older plan files): if ``note`` is empty."""
         return not self.missing if self.limits else not self.note
 
     @property
@@ -238,15 +235,12 @@ class _HomeRun(Page):
 class _Counts(Page):
     """The fields of a plan file of schema 2 that are numbers of subgroups. (Schema 3 has settings for each subgroup.).
 
-    An early update starts before the gradient norm is known.
-
     Attributes:
         speculate: Number of subgroups that the CPU updates early. Only subgroups with placement ``host`` and parameters
             in GPU memory can be updated early by the CPU. The last of these subgroups are chosen.
         speculate_among: If larger than ``speculate``, the early updates on the CPU are instead spread evenly over the
             last ``speculate_among`` subgroups that can be updated early by the CPU.
-        speculate_visits: Number of subgroups with placement ``device`` (state in host memory, updated by the GPU) that
-            are updated early: the last ones.
+        speculate_visits: Number of subgroups with placement ``device`` that are updated early: the last ones.
         device_sums: Number of subgroups that accumulate gradients on the GPU: the first ones whose placement allows it.
     """
 
@@ -403,10 +397,7 @@ class CheckpointPlan(Page):
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the bytes of host memory that the runtime reserves for checkpoints with these settings.
-
-        They are for copies of state that is updated before it is written, and for one block per writer thread.
-        """
+        """Return the bytes of host memory for copies of state and for a block per writer thread."""
         return (self.copy_budget_bytes // BLOCK_BYTES + self.writer_threads) * BLOCK_BYTES
 
     @property
@@ -594,10 +585,7 @@ class Plan(Shown, Page):
         return f"{self.subgroup_count} subgroups ({placed}){seconds}"
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a list of table rows for a plan: one for its prediction, and one for each predicted alternative.
-
-        Times are in seconds, memory in GiB.
-        """
+        """Return a row for the prediction and each predicted alternative, with seconds and GiB."""
         return [] if self.prediction is None else [row.record for row in (self.prediction, *self.alternatives)]
 
     def drawn(self) -> tuple[str, ...]:
@@ -625,24 +613,16 @@ class Plan(Shown, Page):
 
     @property
     def summed_on_device(self) -> tuple[bool, ...]:
-        """Return one boolean for each subgroup of a plan: True if the GPU accumulates its gradients of several
-        micro-batches.
-        """
+        """Return a boolean for each subgroup: True if the GPU accumulates its gradients."""
         return tuple(way.sum_on_device for way in self.ways)
 
     @property
     def issue_order(self) -> tuple[int, ...]:
-        """Return the numbers of all subgroups of a plan in the order of their updates.
-
-        Subgroups that the CPU updates and subgroups that the GPU updates are two queues, which are merged here.
-        """
+        """Return the numbers of all subgroups in the order of their updates on the CPU and the GPU together."""
         return issue_order(self.placements, self.order)
 
     def placed(self, placements: Sequence[Placement], **changes: Any) -> "Plan":
-        """Return a copy of the plan with other placements for its subgroups.
-
-        The order of the updates and the parameter locations do not change. Flags, such as early updates, stay on if
-        the new placement allows them.
+        """Return a copy with other placements. Flags stay on if the new placement allows them.
 
         Raises:
             ValidationError: The plan would break a rule.
@@ -653,9 +633,7 @@ class Plan(Shown, Page):
         return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
 
     def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
-        """Return a copy of the plan with another `Way` for each subgroup.
-
-        The order of the updates stays.
+        """Return a copy with another `Way` for each subgroup and the same order of updates.
 
         Raises:
             ValidationError: The plan would break a rule.
@@ -689,11 +667,7 @@ class Plan(Shown, Page):
 
     @property
     def drives(self) -> dict[str, float]:
-        """Return the weights of the folders for a plan's stored optimizer state, as a dict from folder to weight.
-
-        A weight may be the bandwidth of the folder's drive. Each subgroup's state is split over the folders in
-        proportion to their weights. The dict is empty if the plan has no such folder.
-        """
+        """Return the weights of the folders for stored state. Each subgroup's state is split in proportion."""
         return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 
     @property
@@ -706,10 +680,7 @@ class Plan(Shown, Page):
 
     @staticmethod
     def runs(values: Sequence[str], key: Literal["placement", "home"] = "placement") -> list[dict[str, Any]]:
-        """Return placements, or parameter locations (``home``), of subgroups as plan files of schema 2 store them.
-
-        Each dict stands for consecutive subgroups with the same value, and ``count`` is their number.
-        """
+        """Return placements or parameter locations (``home``) as plan files of schema 2 store them."""
         return [{key: value, "count": sum(1 for _ in group)} for value, group in groupby(values)]
 
     def limits_on(self, workload: Workload, machine: Machine) -> Limits:
@@ -728,9 +699,7 @@ class Plan(Shown, Page):
 
     @property
     def digest(self) -> str:
-        """Return a hash of a plan's settings, which checkpoints record. The plan's prediction has no influence on the
-        hash.
-        """
+        """Return a hash of the settings, which checkpoints record. The prediction has no influence on it."""
         body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
         return digest_of(body)
 

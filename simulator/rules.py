@@ -82,7 +82,7 @@ def shortened(value: object) -> str:
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """Return a phrase for an error message that suggests a known name for a misspelled one. Empty if none is similar.
+    """Return a phrase that suggests a known name for a misspelled one. Empty if none is similar.
 
     >>> suggestion("sequnce", ["sequence", "machine"])
     " (did you mean 'sequence'?)"
@@ -213,12 +213,9 @@ def _rule(item: Mapping[str, Any]) -> str:
 def spelled(given: str, known: Iterable[str], what: str, key: str = "", also: Mapping[str, str] | None = None) -> str:
     """Return the known name that a user means: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
 
-    Only the spelling may differ. A name that is merely similar may be that of another card or model ("L40" is not
-    "l40s"), so it is never taken for a known one: the error asks.
+    A name that is merely similar may be that of another card or model ("L40" is not "l40s"), so the error asks.
 
     Args:
-        known: All valid names, such as those of the machine presets.
-        what: Kind of the name, such as "machine preset", for the error message.
         also: Other names of the known ones, such as a card's name in its data sheet.
 
     Raises:

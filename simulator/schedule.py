@@ -1,7 +1,4 @@
-"""The schedule: a graph of ops (copies, updates, forward, backward) that the simulator times and the runtime executes.
-
-Each op runs on a lane, which is a queue of ops that run one after the other.
-"""
+"""The schedule: a graph of ops (copies, updates, passes) that the simulator times and the runtime executes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +110,7 @@ def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The start and the end of one op on its lane (such as a copy direction), in seconds from the timeline's origin."""
+    """The start and the end of one op on its lane, in seconds from the timeline's origin."""
 
     kind: OpKind
     lane: Lane

@@ -167,16 +167,11 @@ class Timeline(Shown):
         return max((m.host_bytes for m in self.memory), default=0)
 
     def busy_s(self, lane: Lane) -> float:
-        """Return the seconds in which the given lane of this timeline is busy: the durations of all its ops, added up.
-
-        A lane is a queue of ops, such as a copy direction.
-        """
+        """Return the sum of the durations of a lane's ops, in seconds."""
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
-        """Write one or more timelines to a trace file that the web page ui.perfetto.dev can open, each as a process of
-        the trace.
-        """
+        """Write timelines to a trace file for ui.perfetto.dev, each as a process of the trace."""
         write_whole(path, json.dumps(self.perfetto(*others)))
 
     def perfetto(self, *others: Timeline) -> dict[str, Any]:
@@ -187,7 +182,7 @@ class Timeline(Shown):
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw a timeline with matplotlib, and return the axes. Each lane (such as a copy direction) is a row."""
+        """Draw a timeline with matplotlib, one row for each lane, and return the axes."""
         from ebbtide.simulator.drawing import draw_spans
 
         return draw_spans(self.spans, f"{self.strategy}, {self.source}", ax)

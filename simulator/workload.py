@@ -43,9 +43,9 @@ class Cut(Protocol):
 
 
 def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
-    """Return the number of elements of each subgroup that DeepSpeed's ZeRO-3 forms from one parameter group.
+    """Return the elements of each subgroup of a parameter group. A subgroup ends with the parameter that fills it.
 
-    A subgroup ends with the parameter that fills it. Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
+    Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
     """
     return [sum(held) for held in grouped(partitions, subgroup_size)]
 
@@ -100,17 +100,10 @@ GATHERS = 32  # so many all-gathers, if each has that many elements
 
 
 def exchanged_pieces(sizes: Sequence[int], most: int | None = None) -> list[tuple[int, int, range]]:
-    """Divide a rank's partition under ZeRO-1 or 2 into the pieces that all ranks exchange, in this order, after their
-    updates.
+    """Return first element, size and subgroups of the pieces of a ZeRO-1 or 2 partition, in the order of exchange.
 
-    First elements and sizes of the pieces depend on nothing that may differ between ranks, such as their subgroups.
-
-    Args:
-        sizes: The number of elements of each subgroup of the partition, in order.
-        most: Largest number of elements of a piece.
-
-    Returns:
-        For each piece, its first element, its number of elements, and the subgroups that hold a part of it.
+    First elements and sizes depend on nothing that may differ between ranks, such as their subgroups. A piece has at
+    most ``most`` elements.
     """
     ends = list(accumulate(sizes))
     elements = ends[-1] if ends else 0
@@ -400,9 +393,7 @@ class Workload(Shown, Page):
 
     @property
     def overlaps_forward(self) -> bool:
-        """Return whether updates may continue during the next forward. Below ZeRO-3 they may not if ranks exchange
-        updated parameters at the end of a step.
-        """
+        """Return whether updates may continue in the next forward: not if steps end with an exchange."""
         return self.zero_stage == 3 or not (self.step_gather_s or self.network_step_gather_bytes)
 
     @property
@@ -438,10 +429,7 @@ class Workload(Shown, Page):
         return made.configured(self.offload, self.job and self.job.changed(sub_group_size=subgroup_size))
 
     def configured(self, offload: Any, job: Any = None) -> "Workload":
-        """Return a copy of the workload that knows its ``offload`` and ``job``, see the properties of these names.
-
-        Workloads that differ only in these two are equal, and a file contains neither.
-        """
+        """Return a copy that knows its ``offload`` and ``job``, which neither equality nor a file includes."""
         made = self.model_copy()
         made.__dict__.update(offload=offload, job=job)  # where `cached_property` keeps values
         return made
@@ -484,18 +472,14 @@ class Workload(Shown, Page):
         return own._with(subgroups=subgroups, subgroup_size=subgroup_size, **stays)
 
     def cut_as(self, plan: Cut) -> "Workload":
-        """Return a copy of the workload that has the subgroups of a plan.
-
-        The workload's parameters are divided again, by the plan's subgroup size. If this does not result in the plan's
-        subgroups, the plan does not fit the workload. The workload is then returned unchanged.
-        """
+        """Return a copy with the subgroups of a plan, or the workload unchanged if the plan does not fit it."""
         if tuple(plan.subgroups) in ((), self.subgroups) or not self.parameters:
             return self
         cut = self.cut_by(plan)
         return cut if cut.subgroups == tuple(plan.subgroups) else self
 
     def cut_by(self, plan: Cut) -> "Workload":
-        """Return a copy of the workload with its parameters divided into subgroups by a plan's subgroup size.
+        """Return a copy that is divided into subgroups by a plan's subgroup size.
 
         Raises:
             ValueError: The workload has no list of its parameters, a size is not positive, or the plan divides
@@ -521,17 +505,13 @@ class Workload(Shown, Page):
 
     @property
     def expected_clip_rate(self) -> float:
-        """Return the fraction of steps expected to clip: the workload's ``clip_rate``, or 10% if unknown and gradients
-        are clipped.
-        """
+        """Return the ``clip_rate``, or 10% if it is unknown and gradients are clipped."""
         assumed = ASSUMED_CLIP_RATE if self.clip else 0.0
         return assumed if self.clip_rate is None else self.clip_rate
 
     @property
     def adds_on_device(self) -> bool:
-        """Return True if DeepSpeed, without a plan, accumulates this workload's gradients of several micro-batches on
-        the GPU.
-        """
+        """Return True if DeepSpeed accumulates gradients on the GPU without a plan."""
         return adds_on_device(self.zero_stage, self.grad_bytes_per_param, self.wire_bytes)
 
     @property
@@ -541,18 +521,12 @@ class Workload(Shown, Page):
 
     @property
     def planned(self) -> "Workload":
-        """Return a copy of the workload with the times under a plan that keeps all parameters in GPU memory.
-
-        Where these times are not known, they are those of DeepSpeed alone.
-        """
+        """Return a copy with the times under a plan with parameters on the GPU, or DeepSpeed's if unknown."""
         return self._timed_as("planned_")
 
     @property
     def fetched(self) -> "Workload":
-        """Return a copy of the workload with the times under a plan that keeps parameters in host memory.
-
-        Where these times are not known, they are those of DeepSpeed alone.
-        """
+        """Return a copy with the times under a plan with parameters in host memory, or DeepSpeed's if unknown."""
         return self._timed_as("fetched_")
 
     def _timed_as(self, kind: str) -> "Workload":
@@ -563,10 +537,7 @@ class Workload(Shown, Page):
 
     @property
     def large_subgroups(self) -> list[int]:
-        """Return the indices of the subgroups that have more than twice as many elements as the median subgroup.
-
-        The subgroup of a large embedding is an example.
-        """
+        """Return the indices of the subgroups with more than twice the elements of the median subgroup."""
         typical = sorted(self.subgroups)[len(self.subgroups) // 2]
         return [i for i, n in enumerate(self.subgroups) if n > OUTLIER * typical]
 
@@ -646,9 +617,7 @@ class Workload(Shown, Page):
 
     @cached_property
     def offload(self) -> Any:
-        """Return the offload settings (`Offloading`) of the DeepSpeed config that the workload trains with. None if no
-        config is known.
-        """
+        """Return the `Offloading` of the DeepSpeed config. None if no config is known."""
         return None if self.job is None else self.job.offload
 
     @property

@@ -1,7 +1,4 @@
-"""The search for the best training plan, and the ``tune`` command.
-
-A plan says where, when and in which order the parts of DeepSpeed's optimizer state are updated.
-"""
+"""The search for the best training plan, and the ``tune`` command."""
 
 from typing import TYPE_CHECKING, Any
 

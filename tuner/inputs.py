@@ -134,15 +134,12 @@ def _option(setting: Setting) -> click.Option:
 
 
 def workload_options(command: Command) -> Command:
-    """Add the options that describe the training job to a ``tune`` command.
-
-    The command gets their values as keyword arguments ``**source``.
-    """
+    """Add the options of a training job to a ``tune`` command, which gets their values as ``**source``."""
     return _with(_WORKLOAD_OPTIONS, job_options()(command))
 
 
 def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
-    """Add options to a ``tune`` command. Its help shows them in the given order."""
+    """Add options so that the help shows them in the given order."""
     for option in reversed(options):
         command = option(command)
     return command
@@ -323,9 +320,7 @@ def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]
 
 
 def check_offloading(trained: Trained) -> None:
-    """Raise BadInputError if no plan that offloads optimizer state can be applied to the training job which
-    the command-line flags describe.
-    """
+    """Raise BadInputError if no plan that offloads optimizer state can be applied to the training job."""
     from ebbtide.simulator.estimates.offloading import plan_refusal
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
@@ -333,12 +328,10 @@ def check_offloading(trained: Trained) -> None:
 
 
 def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return a dict from directory to bytes: the storage that may hold optimizer state.
-
-    The directories come from ``--storage``, or otherwise from DeepSpeed's config.
+    """Return the bytes that optimizer state may take, by directory.
 
     Raises:
-        BadInputError: ``--storage`` is given with ZeRO-1 or ZeRO-2, which cannot keep state on a drive.
+        BadInputError: ``--storage`` is given below ZeRO-3, which cannot keep state on a drive.
     """
     from ebbtide.simulator.machine import ANY_BYTES
 

@@ -72,7 +72,7 @@ class Command(click.Command):
 
 
 def _write_examples(epilog: str | None, formatter: click.HelpFormatter) -> None:
-    """Write each example on a line of its own, which is never broken, so that it can be copied."""
+    """Write each example on a line that is never broken, so that it can be copied."""
     if epilog:
         formatter.write_paragraph()
         for number, example in enumerate(epilog.removeprefix("Example: ").split("; ")):

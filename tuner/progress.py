@@ -8,7 +8,7 @@ ShowProgress = Callable[[float, str], object]
 
 
 def silently(_share: float, _what: str) -> None:
-    """Ignore a report of a plan search's progress. This is the default callback of `decide`."""
+    """Ignore a report of progress. This is the default callback of `decide`."""
 
 
 @contextmanager

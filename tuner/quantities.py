@@ -36,9 +36,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def least_text(seconds: float) -> str:
-    """Return a duration as text like `seconds_text`, but rounded down, so that the text of a lower bound is
-    never above the bound.
-    """
+    """Return text like `seconds_text`, but rounded down, so that a lower bound's text is never above the bound."""
     digit = 1.0 if seconds >= 100 else 1e-2 if seconds >= 0.9995 else 1e-3 if seconds >= 0.0995 else 1e-4
     return seconds_text(math.floor(seconds / digit) * digit)
 

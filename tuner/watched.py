@@ -79,7 +79,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _processes(folder: Path) -> Iterator[int]:
-    """Yield the numbers of the processes with a run's folder in their environment, except zombies."""
+    """Yield the numbers of the processes with a run's folder in their environment. Zombies have none."""
     mark, own = os.fsencode(folder), os.getpid()
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process is another user's, or has ended

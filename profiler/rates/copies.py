@@ -17,13 +17,9 @@ SIZES_BYTES = tuple(2**n for n in (16, 18, 20, 22, 24, 26))
 
 
 def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit ``seconds = latency + size / bandwidth`` to measured copies.
+    """Fit ``seconds = latency + size / bandwidth`` to measured copies. Return seconds and bytes/s.
 
-    The fit minimizes the squares of relative errors, so that small copies decide the latency and large copies
-    the bandwidth.
-
-    Returns:
-        Latency in seconds and bandwidth in bytes/s.
+    The squares of relative errors are minimized, so that small copies decide the latency and large ones the bandwidth.
 
     Raises:
         ValueError: There are fewer than two sizes.
@@ -152,12 +148,9 @@ TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the cache li
 
 
 def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[str]]:
-    """Measure host memory bandwidth in bytes/s with the vector operation ``a = b + 2 c``.
+    """Measure host memory bandwidth in bytes/s with ``a = b + 2 c``. Return it with sentences on unstable repeats.
 
     The bytes include the reads of the memory that is overwritten.
-
-    Returns:
-        Bandwidth, and sentences that say if the measurement was unstable.
     """
     a, b, c = (noise(elements) for _ in range(3))
     durations = repeat_s(lambda: host.triad(a, b, c, threads), budget_s)

@@ -15,12 +15,9 @@ _WORK = 1e9  # bytes or parameters. The latency is negligible at this size
 
 
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
-    """Return the simulated speed of an activity while another one runs, divided by the activity's speed alone.
+    """Return the simulated speed of an activity (such as ``h2d``) while another runs, divided by its speed alone.
 
-    Return None if the simulator cannot simulate one of the activities.
-
-    Args:
-        work: Name of the activity, such as ``host_adam`` or ``h2d``.
+    Return None if the simulator cannot simulate one of them.
     """
     ops = _ops(machine)
     if work not in ops or neighbour not in ops:

@@ -130,10 +130,7 @@ def _at_once(read: Callable[[], None], write: Callable[[], None]) -> None:
 
 
 def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence[float]) -> float:
-    """Return the total rate of a concurrent read and write of a drive, divided by the sum of the two rates alone.
-
-    The factor is 1 if neither rate falls.
-    """
+    """Return the total rate of a concurrent read and write, divided by the sum of both rates alone, at most 1."""
     shorter, longer = sorted(sorted(s)[len(s) // 2] for s in (writes_s, reads_s))
     return min(1.0, shorter / max(shorter, at_once_s - longer + shorter))
 

@@ -121,10 +121,7 @@ class _Strategy:
 
 
 def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> StrategyResult:
-    """Simulate training under a plan, and check whether the training fits into memory.
-
-    Args:
-        sweep: Predictor for the job. It is replaced by another one if the plan has other subgroups.
+    """Simulate training under a plan, and check whether it fits into memory.
 
     Raises:
         PlanError: The plan does not fit the job.
@@ -170,13 +167,9 @@ def best_setting(
     setting: Mapping[str, Any] | None = None,
     compile_: Compile = compiled,
 ) -> StrategyResult:
-    """Return the simulation of an offloading strategy at its fastest setting that fits into memory.
+    """Return the simulation of a strategy at its fastest setting that fits into memory.
 
-    If the argument ``setting`` is given, only this setting is simulated. If no setting fits into memory, return
-    the simulation that needs the least additional memory.
-
-    Args:
-        compile_: Function that builds a schedule from the strategy's name, the workload and the setting.
+    If none fits, it is the one that needs the least additional memory. ``setting`` is the only one to simulate.
     """
     one = _Strategy(name, workload, machine, limits, compile_)
     options = [setting] if setting else settings(name, len(workload.subgroups))

@@ -440,19 +440,15 @@ class BoundProblem:
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return terms of the linear program that add up to the seconds of work that a resource must do for updates.
+        """Return terms that add up to the seconds of work that a resource must do for updates of some blocks of layers.
 
-        The updates are those of some blocks of layers. Only work counts that must be done between the moment ``least``
-        of a step and the next forward of these blocks:
+        Only work counts that must be done between the moment ``least`` of a step and the next forward of these blocks:
 
         - An op that the next forward waits for, if the op cannot start before ``least``.
-        - A copy of state into a buffer, if the copy can start before ``least``, but is not made before the gradient
-          norm is known.
-        - A copy of state out of a buffer, if the state does not stay in the buffer until the next forward has ended.
-          These copies only count if ``blocks`` are all blocks.
-
-        Args:
-            resource: Lane or shared capacity, such as DRAM bandwidth, that does the work.
+        - A copy of state into a buffer, if it can start before ``least``, but is not made before the gradient norm is
+          known.
+        - A copy of state out of a buffer, if the state does not stay there until the next forward has ended. These
+          copies only count if ``blocks`` are all blocks.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -469,14 +465,7 @@ class BoundProblem:
         return terms
 
     def fetched(self, resource: Resource, blocks: slice, times: Floats | float) -> Iterator[Term]:
-        """Yield terms of the linear program that add up to a resource's busy seconds for copies of parameters to the
-        GPU.
-
-        The copies bring parameters from host memory to the GPU, for forward and backward.
-
-        Args:
-            resource: Lane or shared capacity, such as DRAM bandwidth, that the copies use.
-        """
+        """Yield terms that add up to a resource's seconds for copies of parameters to the GPU."""
         each = self.costs.fetch().get(resource, 0.0) * self.work.params
         for n, way in enumerate(self.ways):
             if each and way.parameters == "host":
@@ -484,20 +473,16 @@ class BoundProblem:
 
 
 def every_element_is_updated_once(p: BoundProblem) -> None:
-    """Add constraints to the linear program for the lower bound of an iteration's time: each parameter element of a
-    block of layers is updated in exactly one way.
-    """
+    """Add constraints: each parameter element of a block of layers is updated in exactly one way."""
     for columns, share in zip(p.x, p.blocks.share, strict=True):
         p.rows.equal(float(share), (columns, 1.0))
 
 
 def buffers_hold_what_is_in_them(p: BoundProblem) -> None:
-    """Add constraints to the linear program for the lower bound of an iteration's time: buffers have room for their
-    contents.
+    """Add constraints: buffers have room for the optimizer state in them.
 
-    The contents are optimizer state. The constraints are for two moments. When the gradient norm is known, a buffer
-    holds all state that was copied into the buffer before and that is updated after the norm. When the next forward
-    has ended, a buffer holds all updated state that has not been copied out yet.
+    When the gradient norm is known, a buffer holds all state that was copied into it before and is updated after the
+    norm. When the next forward has ended, it holds all updated state that has not been copied out yet.
     """
     for some in (p.early, p.kept):
         for slot, size in p.slots.items():
@@ -508,31 +493,25 @@ def buffers_hold_what_is_in_them(p: BoundProblem) -> None:
 
 
 def the_window_has_a_forward(p: BoundProblem) -> None:
-    """Add a constraint to the linear program for the lower bound of an iteration's time: the window is at least as long
-    as a forward and the idle time of pipeline parallelism together.
-    """
+    """Add a constraint: the window is at least a forward plus the idle time of pipeline parallelism."""
     p.rows.at_most(-p.forward_s - p.work.pipeline_idle_s, (p.window, -1.0), name="training loop")
 
 
 def work_follows_what_it_waits_for(p: BoundProblem) -> None:
-    """Add constraints to the linear program for the lower bound of an iteration's time: updates fit between the moment
-    at which they can start and the next forward.
+    """Add constraints: updates fit between the moment at which they can start and the next forward.
 
-    There is one constraint for each resource (a queue of ops or a shared capacity), each number k of blocks of layers,
-    and each of three start moments:
+    There is one for each resource, each number k of blocks of layers, and each of three start moments:
 
     - The end of the last layer's backward.
     - The moment at which all gradients of the first k blocks are complete.
     - The gradient norm.
 
     The updates of the first k blocks that cannot begin before the start moment must end before the next forward reaches
-    the last layer of block k. So the time in between must be at least the time for which these updates use the
-    resource. Copies of these blocks' parameters from host memory to the GPU are added to the updates. Of the copies of
-    state, only those are added that `BoundProblem.seconds` counts.
+    the last layer of block k. Copies of these blocks' parameters to the GPU are added to them. Of the copies of state,
+    only those are added that `BoundProblem.seconds` counts.
 
     If the start moment is before the norm, the time for which forward and backward wait is added to the time in
-    between. If forward and backward leave nothing of the resource for other work, the time in which they run does not
-    count.
+    between. If forward and backward leave nothing of the resource for other work, their time does not count.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -563,8 +542,7 @@ def all_work_fits_into_the_iteration(p: BoundProblem) -> None:
 
 
 def backward_waits_for_gradients(p: BoundProblem) -> None:
-    """Add constraints to the linear program for the lower bound of an iteration's time: backward waits for copies of
-    gradients.
+    """Add constraints: backward waits for copies of gradients.
 
     Blocks of layers are numbered in the order of forward, so backward ends with block 1. For each k, the constraint is
     A <= B + C + D:
@@ -575,12 +553,12 @@ def backward_waits_for_gradients(p: BoundProblem) -> None:
     - C: time for which backward waits for copies
     - D: time of the copies that are still to be made when backward ends
 
-    The runtime limits the bytes of gradients that are being copied to the host (`EbbtideLoop._make_room`), so D is
-    limited too. If the largest layer's gradient has g bytes, and u is the constant `GRADIENTS_UNDER_WAY_BYTES`, D is
-    the time to copy max(g, u + min(u, g / 2)) bytes.
+    The runtime limits the bytes of gradients that are being copied (`EbbtideLoop._make_room`), so D is limited too: to
+    the time for max(g, u + min(u, g / 2)) bytes, where g is the largest layer's gradient and u is
+    `GRADIENTS_UNDER_WAY_BYTES`.
 
-    The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
-    also copies the gradient sums that the GPU accumulates.
+    The constraints are added for the last micro-batch alone, and for all together. The last one also copies the
+    gradient sums that the GPU accumulates.
     """
     w, each = p.work, p.costs.bytes.gradient
     largest = max(layer.params for layer in w.layers) * each
@@ -749,15 +727,11 @@ def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool
 
 
 def clipping_steps(p: BoundProblem) -> BoundProblem:
-    """Extend the linear program for the lower bound of an iteration's time by steps that clip gradients.
+    """Extend the linear program by steps that clip gradients, and return the variables of a second plan for them.
 
-    Early updates start before the gradient norm is known. A step that clips discards them and repeats them after the
-    norm, so it takes at least as long as a step under a plan without early updates. Therefore variables and constraints
-    of a second plan are added to the linear program ``p``. The second plan has no early updates, but as many elements
-    in each placement and the same buffers as the first plan. Its time is a lower bound for the steps that clip.
-
-    Returns:
-        The variables of the second plan.
+    Such a step redoes early updates, so it takes at least as long as one under a plan without them. The second plan
+    therefore has no early updates, but as many elements in each placement and the same buffers. Its time is a lower
+    bound for these steps.
     """
     ways = [way for way in p.ways if not way.early]
     q = _with_rules(BoundProblem(p.given, p.machine, p.limits, ways, p.rows))
@@ -851,9 +825,8 @@ class Bounds:
     def may_take_less(self, workload: Workload, machine: Machine, limits: Limits, away: int, seconds: float) -> bool:
         """Return True if the lower bound is less than ``seconds``.
 
-        The bound is the minimum of a linear program, and ``away`` is the right side of one of its rows. So the bound is
-        a convex function of ``away``. The lines through two known bounds limit a third one: from above between the two,
-        and from below elsewhere. If that decides, the bound itself is not computed.
+        The bound is a convex function of ``away``, the right side of a row of the linear program. So lines through two
+        known bounds limit a third one: from above between the two, and from below elsewhere.
         """
         least_s, most_s = self._lines(limits, away)
         # Drives make no plan slower, so the limit without drives holds too.

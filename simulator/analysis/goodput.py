@@ -128,11 +128,10 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
 
 
 def best_interval_steps(iteration_s: float, cost: CheckpointCost, failures: Failures) -> int:
-    """Return the number of iterations between two checkpoints that gives the highest expected goodput.
+    """Return the iterations between two checkpoints with the highest expected goodput, or 0 if the job never fails.
 
-    Goodput has a single maximum over the interval. The result is therefore one of the two whole numbers next to
-    `optimal_interval`, but never less than the iterations that writing a checkpoint takes. For a job that never
-    fails the result is 0: no checkpoint is needed except those that the user saves.
+    Goodput has a single maximum over the interval. So the best number is next to `optimal_interval`, but never less
+    than the iterations that writing a checkpoint takes.
 
     Raises:
         ValueError: An argument is refused by `expected_goodput`.
@@ -231,14 +230,10 @@ def save_seconds(workload: Workload, machine: Machine) -> float:
 
 
 def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """Return the seconds that a checkpoint save waits while state is copied to DeepSpeed's own tensors.
+    """Return the seconds that a save waits while state is copied to DeepSpeed's own tensors.
 
-    The copies are needed only under ZeRO-3, if the plan's subgroups are parts of DeepSpeed's subgroups. Two kinds of
-    state are then not in DeepSpeed's tensors:
-
-    - State of subgroups that are resident in GPU memory.
-    - Half of the state of subgroups with early updates (before the gradient norm is known), on average. Each of their
-      updates writes alternately to DeepSpeed's tensors and to spare buffers.
+    Only state of subgroups that are parts of DeepSpeed's subgroups needs this, if it is resident or updated early.
+    Early updates write alternately to DeepSpeed's tensors and to spare buffers, so half of their state counts.
     """
     if workload.zero_stage < 3 or not workload.state_stays:
         return 0.0
@@ -286,12 +281,7 @@ class CheckpointPrice:
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
-        """Simulate iterations under a plan, to learn the times that the price of a checkpoint depends on.
-
-        Args:
-            save_s: Seconds of ``save_checkpoint`` that do not depend on the amount of data. None: estimated by
-                `save_seconds`.
-        """
+        """Simulate iterations. ``save_s``: a save's seconds that do not depend on its size. None: estimated."""
         workload = workload.cut_as(plan)
         self.workload, self.machine = workload, machine
         self.plan = plan.model_copy(update={"checkpoint": CheckpointPlan()})
@@ -310,7 +300,7 @@ class CheckpointPrice:
 
     @cached_property
     def _drained_s(self) -> float:
-        """Return the seconds that a save takes because it waits for updates that else overlap the next forward."""
+        """Return the seconds that a save waits for updates that would otherwise overlap the next forward."""
         if not self.plan.overlap_forward:
             return 0.0
         serial = self.plan.model_copy(update={"overlap_forward": False})

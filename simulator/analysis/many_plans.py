@@ -35,16 +35,9 @@ from numpy.typing import NDArray
 
 
 def peaks_by_kind(held: Held, ops: Floats, simulated: SimResult) -> ByKind:
-    """Return what a simulated schedule holds in each memory when the bytes in use there are at their peak.
+    """Return the bytes in each memory at the moment of its peak, by kind of contents. Kinds without bytes are left out.
 
-    Args:
-        held: Bytes that the schedule holds throughout an iteration, by memory and kind (`Schedule.held`).
-        ops: Array with one row for each op of the schedule, as in `CompiledSchedule`.
-        simulated: Result of the simulation, with the start and end of each op.
-
-    Returns:
-        By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
-        Kinds without bytes are left out.
+    ``ops`` has one row for each op, as in `CompiledSchedule`.
     """
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}
     columns = {"device": (kernel.DEVICE_ALLOC, kernel.DEVICE_FREE), "host": (kernel.HOST_ALLOC, kernel.HOST_FREE)}
@@ -176,18 +169,13 @@ class Counted:
 class PlanSweep:
     """A fast predictor of the iteration time and memory of many plans, for one workload on one machine.
 
-    Each thread needs its own predictor.
+    Each thread needs its own predictor. If ``fused`` is False, DeepSpeed's CPU passes replace ebbtide's kernel.
+
+    Raises:
+        ValueError: The machine lacks a rate that the workload needs.
     """
 
     def __init__(self, workload: Workload, machine: Machine, iterations: int = 3, *, fused: bool = True) -> None:
-        """Prepare to predict many plans for one workload on one machine, by computing once what all plans share.
-
-        Args:
-            fused: False to simulate DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
-
-        Raises:
-            ValueError: The machine lacks a rate that the workload needs.
-        """
         self.workload, self.iterations, self.fused = workload, iterations, fused
         self.warm_up = summary.WARM_UP
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
@@ -212,26 +200,16 @@ class PlanSweep:
         self._by_threads: dict[int, Floats] = {}
 
     def longer(self, iterations: int, warm_up: int) -> "PlanSweep":
-        """Return a predictor for the same workload and machine that simulates another number of iterations.
-
-        The new predictor uses all that this one has computed, such as the iterations that it has recorded.
-
-        Args:
-            warm_up: Number of first iterations that do not count for the mean time of an iteration.
-        """
+        """Return a predictor for another number of iterations. The first ``warm_up`` do not count in the mean."""
         other = copy.copy(self)
         other.iterations, other.warm_up = iterations, warm_up
         other._count_ops()
         return other
 
     def on(self, machine: Machine, workload: Workload | None = None) -> "PlanSweep":
-        """Return a predictor for a machine with other values of the same rates.
+        """Return a predictor for a machine with other values of the same rates, with the recorded iterations.
 
-        The new predictor uses the iterations that this one has recorded.
-
-        Args:
-            workload: The same workload with other times of its layers, as they are estimated for that machine. None:
-                the times stay.
+        ``workload`` is the same workload with layer times as estimated for that machine. None: the times stay.
         """
         if workload is not None and _issued(workload) != _issued(self.workload):
             made = PlanSweep(workload, machine, fused=self.fused)
@@ -269,9 +247,7 @@ class PlanSweep:
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
     ) -> Floats:
-        """Return the predicted times and memory peaks of one plan, as an array with the columns of
-        `engines.summary`.
-        """
+        """Return predicted times and memory peaks of one plan, with the columns of `engines.summary`."""
         return self._simulated(placement, staging_slots, prefetch, threads, overlap_forward, issue, host_slots)[0]
 
     def _simulated(
@@ -356,9 +332,7 @@ class PlanSweep:
         return result(self.evaluate_plan(plan), none, none)
 
     def memory(self, plan: Plan) -> ByKind:
-        """Return what training under a plan holds in each memory when the bytes in use there are at their peak, by kind
-        of contents.
-        """
+        """Return a plan's bytes in each memory when its use is at its peak, by kind of contents."""
         row, scratch, count = self._simulated(*_arguments(plan))
         times = result(row, scratch.start_s[:count], scratch.end_s[:count])
         return peaks_by_kind(footprint_by_kind(self.workload, plan), scratch.ops[:count], times)
@@ -423,16 +397,13 @@ def _arguments(plan: Plan) -> tuple[Any, ...]:
 def expected(
     workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult], *, fused: bool = True
 ) -> SimResult:
-    """Return a plan's simulation, with an iteration time that is a mean over steps that clip gradients and other steps.
+    """Return a plan's simulation, with an iteration time that is a mean over steps that clip and other steps.
 
-    The workload's `expected_clip_rate` is the fraction of steps that clip. In these steps, updates that started before
-    the gradient norm was known (early updates) have to be redone. Training pauses early updates that lose time, so the
-    mean is at most slightly longer than the iteration time without early updates (`StepTimes.mean_s`). If the plan has
-    no early updates, the result is the unchanged simulation.
+    Training pauses early updates that lose time, so the mean is at most slightly longer than the time without them
+    (`StepTimes.mean_s`). Without early updates, the result is the unchanged simulation.
 
     Args:
-        simulate: Function that simulates a plan in steps that do not clip.
-        fused: False if it simulates DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
+        fused: False if ``simulate`` runs DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
     """
     right = simulate(plan)
     times = step_times(workload, machine, plan, simulate, right, fused=fused)
@@ -452,8 +423,7 @@ def step_times(
 ) -> StepTimes | None:
     """Return the iteration time of a plan in three cases: early updates are kept, there are none, or they are redone.
 
-    An early update starts before the gradient norm is known. It is kept if the step does not clip, and redone if the
-    step clips. The result is None if the plan has no early updates.
+    The result is None if the plan has no early updates.
 
     Args:
         right: Simulation of the first case. None: it is simulated here.
@@ -472,9 +442,7 @@ def step_times(
 
 
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
-    """Return the iteration time in three cases: early updates are kept, there are none, or they are dropped and
-    redone.
-    """
+    """Return the iteration time if early updates are kept, if there are none, and if they are redone."""
     return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
 
@@ -483,12 +451,7 @@ def early_updates_worth(
 ) -> int:
     """Return how many subgroups to update early: as many as save time and fit into memory.
 
-    It saves time only if it ends before the norm is known. So all early updates together must fit into the time of the
-    last micro-batch's backward.
-
-    Args:
-        held: Bytes per parameter that the workload needs in each memory.
-        sizes: Elements of the subgroups that can be updated early, the last subgroup first.
+    They save time only if all fit into the last micro-batch's backward. ``sizes`` begin with the last subgroup.
     """
     each = held.early_bytes
     left_s = workload.planned.backward_s / workload.gradient_accumulation_steps
@@ -508,19 +471,13 @@ def late_s(
 ) -> float:
     """Return an upper limit of the delay, in seconds, that dropped early updates cause to the other updates of a step.
 
-    The other updates start after the norm. They are delayed for two reasons:
-
-    - An early update that is running when the norm becomes known is completed first. Early updates that have not
-      started are skipped.
-    - Early updates on the GPU need copies of their state first. So the state of up to ``prefetch`` other subgroups,
-      which is copied to the GPU before the norm too, may arrive later.
+    An early update that is running when the norm becomes known is completed first. Those on the GPU also delay the
+    state of up to ``prefetch`` other subgroups, which is copied to the GPU before the norm too.
 
     Args:
-        sizes: For each placement, the numbers of elements of the subgroups with early updates.
+        sizes: For each placement, the elements of the subgroups with early updates.
         threads: Number of threads of an update on the CPU. 0: all cores.
-        prefetch: The plan's limit on copies of state to the GPU before the norm, as a number of subgroups. Subgroups
-            with early updates do not count.
-        fused: False if updates on the CPU are DeepSpeed's separate passes instead of ebbtide's fused kernel.
+        fused: False if updates on the CPU are DeepSpeed's separate passes.
     """
     late = {
         placement: early_update_s(workload, machine, max(some, default=0), threads, placement, fused=fused)

@@ -186,7 +186,6 @@ class Templates:
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:
-        """Create an empty cache of schedule templates, which are compiled schedules with replaceable times."""
         self._build, self._most_bytes, self._bytes = build, most_bytes, 0
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 

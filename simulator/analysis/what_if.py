@@ -122,9 +122,7 @@ def what_if(
 
 
 def usual_strategies(workload: Workload) -> tuple[str, ...]:
-    """Return the strategies that a what-if compares by default: DeepSpeed's optimizer offload at the workload's ZeRO
-    stage, and ebbtide.
-    """
+    """Return the strategies that a what-if compares by default."""
     return stock_offload(workload.zero_stage), "ebbtide"
 
 
@@ -304,12 +302,7 @@ def _fastest(
 def evaluate(
     workload: Workload, machine: Machine, point: Point, planner: Planner
 ) -> tuple[dict[str, Any], Plan | None]:
-    """Simulate one `Point`: a strategy, a GPU memory size, and new values for some fields of the machine or the
-    workload.
-
-    Return the row for this point in the table of `what_if`, as a dict from column to value, and the plan that
-    ``planner`` has found for it, if it was asked.
-    """
+    """Return the row of a point in the table of `what_if`, and the plan that ``planner`` found, if it was asked."""
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)
     plan = planner(work, changed, limits) if point.strategy == "ebbtide" and not point.options else None

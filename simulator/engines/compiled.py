@@ -83,11 +83,11 @@ class CompiledSchedule:
     rate_keys: tuple[tuple[RateName, float], ...]
 
     def repeating(self, micro_batches: Sequence[tuple[int, int]], times: int) -> Self:
-        """Return a copy of the schedule with one micro-batch of each iteration repeated. The copy has no op objects.
+        """Return a copy without op objects, with one micro-batch of each iteration repeated.
 
         Args:
-            micro_batches: For each iteration, the number of the micro-batch's first op, and the number of the op after
-                its last one. The micro-batch before it has as many ops.
+            micro_batches: First op, and the op after the last, of the micro-batch in each iteration. The micro-batch
+                before it has as many ops.
             times: Number of times that the micro-batch is in each iteration of the copy.
         """
         ops, after_first, after = self.ops, self.after_first, self.after
@@ -155,7 +155,6 @@ def run(
     """Simulate compiled ops, and return their times and memory peaks as a row of `engines.summary`.
 
     Args:
-        waits: Arrays ``after_first`` and ``after`` of `CompiledSchedule`.
         on: Arrays of the ops' speeds in the order of ``rate_keys``, of `capacity_vector` and of `machine_vector`.
         times: Two arrays that receive the start and the end of each op, in seconds.
         warm_up: Number of first iterations that do not count for the mean time of an iteration.
@@ -168,9 +167,7 @@ def run(
 
 
 def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Return the times and memory peaks of a simulated schedule as a `SimResult`, from arrays of the compiled
-    simulator.
-    """
+    """Return the times (s) and memory peaks (bytes) of a simulated schedule."""
     times, sizes = np.split(row, [summary.DEVICE_PEAK])
     fields = [*times.tolist(), *sizes.astype(np.int64).tolist(), start_s, end_s]
     return SimResult(*fields)

@@ -450,7 +450,6 @@ def _until_next_end(count: int, slot: int, notes: _Notes) -> float:
 
 @uncounted
 def _leave(lane: int, i: int, notes: _Notes) -> None:
-    """End op number ``i``, so that its lane can run the next op."""
     notes.head[lane] += 1
     notes.busy[lane] = 0
     notes.ended[i] = True

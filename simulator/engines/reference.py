@@ -58,18 +58,11 @@ _OF_THE_NODE = ("dram", "storage")  # capacities that all ranks of a node share.
 
 
 def rank_share(machine: Machine, capacity: ShareName, ranks: int) -> float:
-    """Return the fraction of a single rank's speed that each of several concurrent ranks gets. For one rank: 1.
+    """Return the fraction of a single rank's speed that each of several concurrent ranks gets, from measurements.
 
-    The speed is the bandwidth of DRAM, of storage, or of copies between host and GPU. The fraction comes from
-    measurements with several ranks:
-
-    - Between two measured numbers of ranks, the total speed of all ranks is interpolated linearly.
-    - Beyond the largest measured number, the total speed of DRAM or storage stays constant. For copies, each
-      further rank adds as much to the total speed as a rank added between the two largest measured numbers.
-    - If nothing was measured, DRAM and storage are divided equally, and every rank has a link to its GPU of its
-      own.
-
-    The fraction never grows with the number of ranks.
+    The total speed of all ranks is interpolated linearly between measured numbers of ranks. Beyond the largest, that of
+    DRAM and storage stays constant, and that of copies grows as between the two largest. If nothing was measured, DRAM
+    and storage are divided equally, and every rank has a link of its own. The fraction never grows with the ranks.
     """
     known = _known_shares(machine, capacity)
     if ranks <= 1 or ranks in known:

@@ -89,14 +89,7 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """Return a copy of the array ``rows`` for plans with a given number of CPU threads.
-
-        The array describes the ops for the gradients and updates of subgroups, one op in each row. In the copy, the ops
-        that run on CPU threads use this number of CPU cores. The compiled code that builds schedules reads the copy.
-
-        Args:
-            threads: Number of CPU threads of the updates. 0: all cores.
-        """
+        """Return a copy of ``rows`` with the ops on CPU threads using ``threads`` cores (0: all cores)."""
         rows = self.by_threads.get(threads)
         if rows is None:
             rows = self.by_threads[threads] = self.rows.copy()

@@ -221,17 +221,14 @@ class BatchShape:
 def overlapped_s(*parts_s: float) -> float:
     """Return the seconds of several activities that overlap partly: more than the longest of them, less than their sum.
 
-    The result is the root of the sum of squares. It equals the longest if that dominates, and is 1.4 times the
-    longest of two equal ones. Full overlap is not reached in training: the first kernel of each layer waits for
-    the gather of the layer's parameters, and the host can launch only a bounded number of kernels ahead.
+    Full overlap is not reached in training: the first kernel of each layer waits for the gather of its parameters,
+    and the host can launch only a bounded number of kernels ahead.
     """
     return math.sqrt(sum(part * part for part in parts_s))
 
 
 def run_ahead_s(device_s: float, issued_s: float) -> float:
-    """Return the seconds for a sequence of GPU kernels, if the host launches kernels while the GPU runs earlier
-    ones.
-    """
+    """Return the seconds for GPU kernels that the host launches while the GPU runs earlier ones."""
     # The result is the third root of the sum of the cubes of both times: a little more than the longer time, or 1.26
     # times either time if they are equal. It is more than the longer time because each side sometimes waits for the
     # other. The host waits if it is a limited number of launches ahead of the GPU. The GPU waits if it has no work

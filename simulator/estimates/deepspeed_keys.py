@@ -287,11 +287,7 @@ def _lax(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a key of a DeepSpeed config, or None if the key is absent or its value is null.
-
-    Args:
-        key: Key, with dots for nested keys, such as ``zero_optimization.stage``.
-    """
+    """Return the value at a key such as ``zero_optimization.stage``, or None if it is absent or null."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -305,11 +301,7 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
-    """Return True if DeepSpeed's version is at least the given one.
-
-    Args:
-        installed: DeepSpeed's version. None: the installed version, or the newest if there is none.
-    """
+    """Return True if DeepSpeed has at least this version. ``installed`` None: the installed or newest one."""
     installed = installed or _installed_version()
     if installed is None:
         return True
@@ -326,11 +318,7 @@ def _installed_version() -> str | None:
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
-    """Check that each section of a DeepSpeed config is a JSON object.
-
-    Raises:
-        ModelError: A section is not an object. The message names its key.
-    """
+    """Check that each section is a JSON object, and raise a ModelError with its key if one is not."""
     for key in _SECTIONS:
         value = at(config, key)
         if value is not None and not isinstance(value, Mapping):

@@ -131,11 +131,7 @@ def workload_from_model(
 
 
 def default_ranks(machine: Machine, shape: Mapping[str, Any]) -> int:
-    """Return the default number of data-parallel ranks of a job on a machine.
-
-    Args:
-        shape: Fields of the job, of which ``tensor_parallel`` and ``pipeline_parallel`` are read.
-    """
+    """Return the default data-parallel ranks: the GPUs divided by tensor and pipeline parallelism."""
     beside = [shape.get(name) or 1 for name in ("tensor_parallel", "pipeline_parallel")]
     if not isinstance(machine, Machine):
         return 1  # `estimated` refuses it

@@ -42,14 +42,10 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
 def started(
     workload: Workload, launcher: Launcher | None = None, omp_threads: int | None = None, clip_rate: float | None = None
 ) -> Workload:
-    """Return the workload with other settings of a run: the launcher, with the number of OpenMP threads that it sets,
-    and the fraction of steps that clip.
-
-    The number of threads decides how fast DeepSpeed updates on the CPU.
+    """Return the workload with other settings of a run. The number of threads decides how fast DeepSpeed updates.
 
     Args:
-        launcher: Program that starts the ranks. None: the workload's number of threads stays, unless ``omp_threads``
-            is given.
+        launcher: Program that starts the ranks. None: the number of threads stays, unless ``omp_threads`` is given.
         omp_threads: ``OMP_NUM_THREADS`` as set by the user. None: not set.
         clip_rate: Fraction of steps that clip gradients or overflow. None: the workload's own.
     """
@@ -430,9 +426,7 @@ class Job(BaseModel):
 
     @property
     def clips(self) -> bool:
-        """Return True if a training step waits for the gradient norm before updates, to clip gradients or detect an
-        overflow.
-        """
+        """Return True if updates wait for the gradient norm, to clip or to detect an overflow."""
         return self.clip > 0 or self.precision == "fp16"
 
     @property

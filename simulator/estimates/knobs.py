@@ -107,10 +107,7 @@ MOST_ACCUMULATION = 1024  # micro-batches per step that advice and searches try
 
 
 def price(changes: Changes) -> int:
-    """Return the rank of the dearest change of a set, 0 for the cheapest kind.
-
-    A smaller micro-batch that keeps the samples of a step costs as much as accumulation.
-    """
+    """Return the rank of the dearest change (0: cheapest). Accumulation covers a smaller micro-batch."""
     kept = "accumulation" in changes
     return max((PRICES.index(name) for name in changes if not (kept and name == "micro_batch")), default=0)
 

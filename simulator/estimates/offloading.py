@@ -78,9 +78,7 @@ class Offloading:
 
     @property
     def beyond_state(self) -> str:
-        """Return a key of the DeepSpeed config that moves optimizer state to NVMe, or that moves parameters or
-        activations off the GPU.
-        """
+        """Return a config key that uses NVMe for state, or moves parameters or activations off the GPU."""
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
         return self.beyond_plans or (f"{HELD}.device ({self.parameters})" if self.parameters != "none" else "")

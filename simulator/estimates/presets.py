@@ -167,7 +167,6 @@ def preset_name(given: str, more: Iterable[str] = (), what: str = "machine prese
 
     Args:
         more: Names that count as known too, such as those of the machines that were uploaded to the service.
-        what: Kind of the name for the error message.
 
     Raises:
         RuleError: There is no such preset. For a card of `CARDS`, the error says how to describe it.

@@ -79,10 +79,7 @@ class RankSizes:
         return held
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return a tuple of the number of elements that one rank holds of each parameter of a block (such as a layer).
-
-        Tensor parallelism divides parameters first, then ZeRO.
-        """
+        """Return one rank's elements of each parameter. Tensor parallelism divides them before ZeRO."""
         return partitions_of(block.params, block.split, self.job.tensor_parallel, self.job.data_parallel)
 
     def again(self, block: Block) -> float:
@@ -131,12 +128,7 @@ class RankSizes:
         return unit * (whole + (STORED_SPLIT + wider) / t + scores + widened)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of one rank's GPU memory that are in use throughout an iteration, without optimizer state.
-
-        They are for the rank's parameters and gathered parameters, and for DeepSpeed's flat gradient bucket and the
-        gradients that wait for their reduction (`backward_bytes`). With recomputation, they are also for the
-        activations of the last recomputed layer.
-        """
+        """Return the bytes of GPU memory in use throughout an iteration, without optimizer state."""
         held = self.bucket_bytes(self.held_elements(blocks)) + self.backward_bytes()
         return held + sum(self.base_parts(blocks).values())
 
@@ -172,12 +164,9 @@ class RankSizes:
         return sum(sum(self.partitions(block)) for block in blocks)
 
     def gathered_elements(self, blocks: Sequence[Block]) -> int:
-        """Return an estimate of the largest number of parameter elements that ZeRO-3 has gathered in one rank's GPU
-        memory at a time.
+        """Return an estimate of the most parameter elements that ZeRO-3 has gathered on one GPU at a time.
 
-        It is ``stage3_max_live_parameters`` plus the elements of the embedding and the head, which are never released,
-        but not more than all elements of ``blocks``. With a single data-parallel rank it is 0, because the rank's own
-        partition has all parameters.
+        The embedding and the head are never released. A single data-parallel rank has all parameters already.
         """
         if self.job.data_parallel == 1:
             return 0
@@ -190,9 +179,7 @@ class RankSizes:
         return self.wire * min(self.job.reduce_bucket_elements, held * self.job.data_parallel)
 
     def backward_bytes(self) -> int:
-        """Return the bytes of GPU memory that gradients take during backward while they wait for DeepSpeed to reduce
-        them.
-        """
+        """Return the bytes of GPU memory for gradients that wait for their reduction in backward."""
         blocks = self.stage_blocks
         largest = max(n for block in blocks for n in self.partitions(block))
         return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
@@ -312,9 +299,7 @@ class Rank(RankSizes):
 
     @property
     def loop_s(self) -> float:
-        """Return the seconds per iteration that training spends outside forward, backward and step, such as for data
-        and logging.
-        """
+        """Return the seconds per iteration outside forward, backward and step, such as for data and logging."""
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
@@ -333,11 +318,7 @@ class Rank(RankSizes):
         return tuple(layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True))
 
     def gathers(self, blocks: Sequence[Block]) -> Gathered:
-        """Return how often DeepSpeed gathers each parameter in a forward and its backward.
-
-        The result is keyed by parameter. A key is a pair: the index of the parameter's block, and the parameter's
-        index within the block.
-        """
+        """Return how often DeepSpeed gathers each parameter, by index of its block and index within the block."""
         tensor, recompute = self.job.tensor_parallel, self.job.recompute
         whole = tuple(partitions_of(block.params, block.split, tensor, 1) for block in blocks)
         again = tuple(recompute and bool(block.attention) for block in blocks)
@@ -359,9 +340,7 @@ class Rank(RankSizes):
         ]
 
     def live_params(self, blocks: Sequence[Block]) -> int | None:
-        """Return the largest number of parameter elements that ZeRO-3 gathers at once, for a job with one data-parallel
-        rank.
-        """
+        """Return the most parameter elements that ZeRO-3 gathers at once, for one data-parallel rank."""
         # The result is None below ZeRO-3. It is also None with several data-parallel ranks, because `base_bytes`
         # already includes their gathered parameters.
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
@@ -455,16 +434,10 @@ class Rank(RankSizes):
     def unhidden_s(self, block: Block) -> float:
         """Return the seconds that are added to a block's backward if stock DeepSpeed keeps parameters in host memory.
 
-        With parameters in GPU memory, gathers and reductions overlap computation. With parameters in host memory and
-        several ranks they do not, because of a chain of waits:
-
-        - Before a module's parameters are gathered, each rank copies its part of them to the GPU with a blocking copy.
-          The host launches no further kernels until this copy has ended.
-        - The copy waits for the previous gather (``_all_gather_dtype``).
-        - In backward, the previous gather follows a gradient reduction on the same NCCL stream.
-        - The reduction waits for the backward that computes its gradients.
-
-        With a single rank, such copies do not block (``NoGatherCoalescedHandle``), and the result is 0.
+        With several ranks, gathers and reductions then do not overlap computation. Each rank copies its part to the
+        GPU before a gather, and the host launches no kernels until the copy ends. The copy waits for the previous
+        gather (``_all_gather_dtype``). That follows a reduction on the same NCCL stream, which waits for backward.
+        With a single rank, such copies do not block (``NoGatherCoalescedHandle``).
         """
         if self.job.zero_stage < 3 or self.job.data_parallel == 1:
             return 0.0
@@ -480,13 +453,9 @@ class Rank(RankSizes):
     def reduced_beside(self) -> float:
         """Return the fraction of the time of gradient reductions that overlaps with backward.
 
-        The fraction is the size of the prefetch bucket divided by the size of the reduction bucket, at most 1. The
-        reason: NCCL runs gathers and reductions in the order of their launch, because both belong to one process group.
-        So a gather that is launched after a reduction waits for the reduction, and backward waits for the gather.
-        Meanwhile, backward goes on only with parameters that were prefetched (DeepSpeed,
-        ``__reduce_and_partition_ipg_grads`` and ``PartitionedParameterCoordinator.fetch_sub_module``).
-
-        The result is 0 if the job does not overlap communication with backward.
+        NCCL runs gathers and reductions in the order of their launch, because both belong to one process group. So
+        backward waits for a gather that waits for a reduction. Meanwhile, it goes on only with prefetched parameters
+        (``__reduce_and_partition_ipg_grads`` and ``PartitionedParameterCoordinator.fetch_sub_module``).
         """
         if not self.job.overlaps_comm:
             return 0.0
@@ -520,9 +489,7 @@ class Rank(RankSizes):
 
     @property
     def module_issue_s(self) -> float:
-        """Return the seconds that the host needs to launch the forward kernels of one module (such as a projection) of
-        a layer.
-        """
+        """Return the host's seconds to launch the forward of one module (such as a projection) of a layer."""
         issue = self.machine.layer_issue_s
         return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
 
@@ -559,11 +526,9 @@ class Rank(RankSizes):
         return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
 
     def exchange_beside_bytes(self, block: Block) -> float:
-        """Return the bytes that a block's tensor-parallel exchanges bring into a node over the network, per rank and
-        pass.
+        """Return the network bytes that a block's tensor-parallel exchanges bring into a node, per rank and pass.
 
-        These exchanges compete with ZeRO's gathers for the network. Forward and backward bring different numbers of
-        bytes. The mean of the two is returned for either pass.
+        They compete with ZeRO's gathers. The mean of forward and backward is returned for either pass.
         """
         if not block.attention:
             return 0.0
@@ -691,10 +656,7 @@ class FlatRank(Rank):
         return own + self.loop_over_experts_s(block)
 
     def issue_backward_s(self, block: Block) -> float:
-        """Return the host's seconds to launch a block's backward, with DeepSpeed's hook on each gradient.
-
-        ZeRO-1 reduces gradients in a step's last micro-batch only.
-        """
+        """Return the seconds with hooks on gradients, which ZeRO-1 reduces only in the last micro-batch."""
         micro = self.job.accumulation if self.job.zero_stage == 1 else 1
         return super().issue_backward_s(block) + GRADIENT_HOOK * self.module_issue_s * len(block.params) / micro
 

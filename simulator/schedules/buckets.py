@@ -55,7 +55,7 @@ def planned_bucket(ranks: int) -> int | None:
 
 
 def in_order(leave: Leavings) -> list[int]:
-    """Return the layers in the order in which their gradients leave DeepSpeed's bucket in backward."""
+    """Return the layers in the order that their gradients leave DeepSpeed's bucket in backward."""
     return [left.layer for some in reversed(leave) for left in some]
 
 

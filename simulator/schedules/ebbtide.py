@@ -46,14 +46,9 @@ class GradientPart(NamedTuple):
 
 
 def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[GradientPart, ...], ...]:
-    """Return, for each layer, a tuple of the parts of subgroups' gradients that belong to the layer.
+    """Return the parts of subgroups' gradients in each layer, in the order of their transfer to the host.
 
-    The parts of a layer are in the order of their transfer to the host. This is the order in which backward computes
-    them, or the order of the layer's parameters if ``leave`` says so (`Leaving.ascending`).
-
-    Args:
-        leave: For each layer, the layers whose gradients leave DeepSpeed's bucket after the backward of that layer (the
-            result of `leavings`).
+    This is the order in which backward computes them, or that of the layer's parameters (`Leaving.ascending`).
     """
     ascending = {left.layer for some in leave for left in some if left.ascending}
     held = [some if n in ascending else some[::-1] for n, some in enumerate(workload.shares())]
@@ -70,16 +65,11 @@ class PlannedLoop(TrainingLoop):
 
     Attributes:
         locations: Memory that holds each subgroup's 16-bit parameters.
+        overlaps: True if a step returns while updates are still running.
         ends: Last op of each subgroup's update in the latest step.
     """
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
-        """Set up a simulated training loop under a plan.
-
-        Args:
-            locations: Memory that holds each subgroup's 16-bit parameters.
-            overlaps: True if a step returns while updates are still running.
-        """
         super().__init__(workload.fetched if "host" in locations else workload.planned)
         self.locations, self.overlaps = locations, overlaps
         self.fetched = fetched_elements(workload, locations)
@@ -94,26 +84,22 @@ class PlannedLoop(TrainingLoop):
 
     @abstractmethod
     def gradient_reduced(self, part: GradientPart, micro_step: int, after: int) -> None:
-        """Append to the schedule the ops for one layer's part of a subgroup's gradient, such as its copy to the host.
-
-        The op ``after`` has reduced this part over the ranks.
-        """
+        """Append the ops for a part of a subgroup's gradient. The op ``after`` has reduced it over the ranks."""
 
     @abstractmethod
     def prefetch(self) -> None:
-        """Start copying optimizer state from host memory to the GPU, for updates on the GPU in this step.
+        """Start copying state from host memory for updates on the GPU in this step.
 
         The copies begin when the first gradients of the last micro-batch leave DeepSpeed's bucket. The runtime cannot
-        begin earlier, because only the arrival of a gradient tells it that the backward of this micro-batch has begun.
+        begin earlier, because only the arrival of a gradient tells it that this backward has begun.
         """
 
     @abstractmethod
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        """Append to the schedule the ops of updates that are issued once the gradient norm is known.
+        """Append the ops of updates that are issued once the gradient norm is known.
 
         Returns:
-            A dict from each subgroup to the op after which its updated parameters are ready, and a list with the last
-            op of each subgroup's update.
+            The op after which a subgroup's updated parameters are ready, by subgroup, and the last op of each update.
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
@@ -230,9 +216,8 @@ class Tape:
 def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> Tape:
     """Record one training iteration as a list of ops, with markers in place of the ops that depend on a plan.
 
-    Only the first micro-batch of a step and its last one differ from the others. So at most `RECORDED` micro-batches
-    are recorded, and the second one stands for all that are left out. The loop runs for two iterations: the second one
-    shows which ops each of its ops waits for, in the same iteration and in the previous one.
+    Only the first and the last micro-batch of a step differ from the others, so at most `RECORDED` are recorded. The
+    loop runs twice: the second iteration shows which ops its ops wait for, in this iteration and in the previous one.
 
     Raises:
         ValueError: The workload has more forward and backward passes of layers than `TrainingLoop.run` can simulate.

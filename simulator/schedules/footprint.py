@@ -37,11 +37,7 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
 
 
 def held_under(plan: Plan, held: Holding, sizes: Sequence[int]) -> ByKind:
-    """Return the bytes that subgroups and buffers need under a plan, by memory and by kind of contents.
-
-    Args:
-        held: Bytes per element and per buffer of each placement.
-    """
+    """Return the bytes of subgroups and buffers under a plan, by memory and by kind of contents."""
     subgroups = list(zip(sizes, plan.ways, strict=True))
     waiting, early = (tally(one for one in subgroups if one[1].early is flag) for flag in (False, True))
     summed = sum(size for size, way in subgroups if way.sum_on_device)
@@ -82,11 +78,7 @@ def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[in
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host memory.
-
-    These are all elements in host memory, minus those that are copied to the GPU for the layers that run at the same
-    time.
-    """
+    """Return the parameter elements in host memory, minus those on the GPU for layers that run at the same time."""
     live = PARAMETER_BUFFERS * max(fetched)
     if workload.live_params is not None:
         live = math.ceil(sum(fetched) * workload.live_params / max(1, workload.params))
@@ -94,19 +86,10 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
 
 def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
-    """Return the number of one layer's parameter elements that are copied from host memory to the GPU for a forward or
-    backward.
+    """Return the elements of one layer's parameters that are copied from host memory to the GPU for a pass.
 
-    The number is 0 if ``elements`` is 0. Otherwise, it is proportional to the number of the layer's elements that
-    ZeRO-3 gathers for this forward or backward:
-
-    - The first forward of a step gathers all elements of the layer.
-    - Each later forward of the step gathers all except `Layer.persistent_params` elements, which are still gathered.
-    - A backward gathers `Layer.regathered_params` elements, or all if this field is None.
-
-    Args:
-        micro_step: Index of the micro-batch in the step, from 0.
-        backward: True for the copies before backward, False for the copies before forward.
+    They are in proportion to the elements that ZeRO-3 gathers: the first forward of a step gathers all, and later ones
+    all except `Layer.persistent_params`, which are still gathered. A backward gathers `Layer.regathered_params`.
     """
     gathered = layer.params
     if backward:
@@ -134,14 +117,9 @@ def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
 
 
 def tally(subgroups: Iterable[tuple[int, Way]]) -> tuple[list[int], list[int], list[int]]:
-    """Count subgroups, and their elements, for each combination of placement and parameter location.
+    """Return the number of subgroups, their elements, and the elements of the largest one.
 
-    Args:
-        subgroups: For each subgroup, its number of elements and its `Way`. The flags do not matter.
-
-    Returns:
-        Three lists: the numbers of subgroups with each combination, their total elements, and the elements of the
-        largest one. A list has one number for each combination, in the order of `plain_ways`.
+    Each list has a number for each combination of placement and parameter location, in the order of `plain_ways`.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
     for size, way in subgroups:

@@ -48,14 +48,9 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """Return how many of a layer's parameter elements ZeRO-3 keeps gathered, and how many backward gathers again.
+        """Return the fields of a `Layer` for elements that ZeRO-3 keeps gathered, and that backward gathers again.
 
-        Args:
-            pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no module
-                uses is never gathered.
-
-        Returns:
-            The fields ``persistent_params`` and ``regathered_params`` of the `Layer`, as a dict.
+        ``pieces`` has the elements on this rank by parameter. A parameter that no module uses is never gathered.
         """
         read = [(key, n) for key, n in pieces if key in self.times]
         return {
@@ -65,14 +60,10 @@ class Gathered:
 
 
 def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
-    """Return the parameter gathers of DeepSpeed's ZeRO-3 in a forward and its backward.
+    """Return the parameter gathers of DeepSpeed's ZeRO-3 in a forward and its backward, with modules in order of use.
 
-    A module's parameters are released before the next module begins. One exception is not simulated: if activation
-    checkpointing stops early, after the last tensor that it needs, DeepSpeed does not release the module.
-
-    Args:
-        modules: Parameters of each module, in the order in which forward and backward use modules. Modules without
-            parameters must be listed too, because DeepSpeed also prefetches when it reaches such a module.
+    Modules without parameters must be listed too, because DeepSpeed also prefetches there. One exception is not
+    simulated: if activation checkpointing stops early, DeepSpeed does not release the module.
     """
     play = _Coordinator(modules, rules)
     for step, module in enumerate(modules):

@@ -64,24 +64,16 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append to the schedule what a strategy does with one layer's gradients in a micro-batch, such as copies to
-        the host.
+        """Append what a strategy does with one layer's reduced gradients in a micro-batch, after the op ``after``.
 
-        The gradients are already reduced over the ranks. The method is called during backward for each layer, in the
-        order in which gradients leave DeepSpeed's bucket.
-
-        Args:
-            after: Op that must end first.
+        It is called for the layers in the order in which their gradients leave DeepSpeed's bucket.
         """
 
     @abstractmethod
     def step(self) -> None:
-        """Append to the simulated schedule the end of an iteration: the gradient norm, the updates, and the return of
-        the optimizer's `step()`.
+        """Append the end of an iteration, and set the attribute step_end to the op that marks the return of `step()`.
 
-        The method sets the attribute step_end, which is the op that marks the return. If some updates run after the
-        return, the method also sets the attribute parameters_new: the ops after which a forward may read the updated
-        parameters.
+        If updates run after the return, set also parameters_new: the ops after which a forward may read new parameters.
         """
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
@@ -123,17 +115,12 @@ class TrainingLoop(ABC):
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Append to the schedule the ops that bring a layer's parameters to the GPU for its next forward or backward.
-
-        Return the ops that this forward or backward waits for.
-        """
+        """Append the ops that bring a layer's parameters to the GPU, and return those that its pass awaits."""
         size = self.workload.layers[layer].network_gather_bytes
         return [self._gather(size, layer, waits)] if size else waits
 
     def after_forward(self, layer: int, op: int) -> None:
-        """Append to the schedule what a strategy does after a layer's forward: nothing, unless a subclass overrides
-        this method.
-        """
+        """Append what a strategy does after a layer's forward, if a subclass overrides this method."""
 
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
@@ -180,14 +167,10 @@ class TrainingLoop(ABC):
                 self.gradients(number, micro_step, reduced)
 
     def step_ends(self, waits: list[int], pieces: Iterable[tuple[float, list[int]]] | None = None) -> None:
-        """Append to the schedule an op that marks the return of the optimizer's `step()`, after the ops in ``waits``.
-
-        Under ZeRO-1 and 2, ops for the exchange of updated parameters between ranks are appended first, because
-        `step()` returns only after the exchange.
+        """Append an op that marks the return of the optimizer's `step()`, after the ranks' exchange of parameters.
 
         Args:
-            pieces: For each piece that is exchanged, its share of the parameters and the ops that it waits for.
-                None: all parameters are exchanged at once, after ``waits``.
+            pieces: Share of the parameters and awaited ops of each exchanged piece. None: all at once, after ``waits``.
         """
         pieces = [(1.0, waits)] if pieces is None else pieces
         exchanged = [op for share, updated in pieces for op in self._exchanged(share, updated)]

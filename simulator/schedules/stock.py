@@ -331,9 +331,7 @@ class StockLoop(TrainingLoop):
 
     @property
     def checks_on_host(self) -> bool:
-        """Return True if the simulated DeepSpeed checks the gradients in host memory for infinities and NaNs, on the
-        CPU and before the gradient norm is computed.
-        """
+        """Return True if DeepSpeed checks gradients for infinities and NaNs on the CPU before the norm."""
         place = self.options.overflow_check
         return place == "host" or (place == "host_fp16" and self.workload.wire_dtype == "fp16")
 

@@ -1,7 +1,4 @@
-"""The effect of failures on training: its goodput, and the best interval between checkpoints.
-
-Goodput is the useful share of the time, after lost work and checkpoints.
-"""
+"""The effect of failures on training: its goodput, and the best interval between checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,18 +34,10 @@ RESTART_S = 60.0  # the default of `tune plan --restart`
 def checkpointed(
     plan: Plan, workload: Workload, machine: Machine, limits: Limits, mtbf_s: float
 ) -> tuple[Plan, Choice]:
-    """Return a copy of a training plan with the checkpoint interval that gives the highest goodput (useful
-    share of the time) for a mean time between failures.
+    """Return a plan with the checkpoint interval of the highest goodput, and these settings with cost and goodput.
 
-    If the plan already has an interval, its cap on the write bandwidth and its copy budget (host memory for copies of
-    state) stay. Otherwise a small and a large copy budget are tried, which is quick and seldom worse than a search.
-
-    Args:
-        limits: Memory that checkpoints and plan may use.
-        mtbf_s: Mean time between failures in seconds.
-
-    Returns:
-        The plan, and the chosen checkpoint settings with their cost and goodput.
+    If the plan already has an interval, its cap on the write bandwidth and its copy budget stay. Otherwise a small and
+    a large copy budget are tried, which is quick and seldom worse than a search.
     """
     price = CheckpointPrice(workload, plan, machine)
     failures = Failures(mtbf_s, RESTART_S)
@@ -66,21 +55,10 @@ def checkpointed(
 def goodput_of(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, choice: Choice | None, mtbf_s: float
 ) -> dict[str, Any]:
-    """Return a dict with the goodput of training under a plan, with stock DeepSpeed, and without offload.
+    """Return the goodput under a plan, with stock DeepSpeed and without offload, as JSON data.
 
-    Goodput is the useful share of the time if failures and checkpoints cost time. Under a plan, checkpoints are
-    written while training goes on. Training with stock DeepSpeed or without offload waits for each checkpoint, and
-    has its own best checkpoint interval.
-
-    Args:
-        predicted: Predicted iteration by role: ``plan``, ``stock`` or ``no offload``.
-        choice: Checkpoint settings of the plan, or None if there is no plan.
-        mtbf_s: Mean time between failures in seconds.
-
-    Returns:
-        A dict with three keys. ``by_role``: For each role, the goodput, the checkpoint interval and the time that
-        training waits for a checkpoint. ``mtbf_s``: The mean time between failures in seconds. ``restart_s``: The
-        assumed time to restart after a failure in seconds.
+    Under a plan, checkpoints are written while training goes on. The other two wait for each checkpoint, and have their
+    own best interval. ``choice`` is None if there is no plan.
     """
     result = dict(_waiting(predicted, workload, machine, mtbf_s))
     if choice is not None:

@@ -82,5 +82,5 @@ def config_of(job: Job, config: Mapping[str, Any] | None, plan: str | None) -> d
 
 
 def _gib(size_bytes: int) -> str:
-    """Return a size in GiB as text, rounded up to two decimals, so that the text is never less than the size."""
+    """Return a size in GiB, rounded up, so that the text is never less than the size."""
     return f"{math.ceil(100 * size_bytes / GIB) / 100:.12g}"

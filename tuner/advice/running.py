@@ -104,7 +104,7 @@ def hint(run: RunningJob) -> Hint | None:
 
 
 def _as_watched(job: Job, run: RunningJob) -> tuple[Machine, Workload]:
-    """Return the machine with the GPU's speeds with which a described job computes as long as was measured."""
+    """Return the machine with the GPU's speeds with which the job computes as long as was measured."""
     machine = run.machine
     for _ in range(MOST_FITS):
         work = estimated(job, machine)

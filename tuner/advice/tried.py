@@ -307,13 +307,12 @@ def faster(
     asked: Mapping[str, Any] | None = None,
     most: int = LINES[-1],
 ) -> list[Faster]:
-    """Return up to three changes with which the same samples train faster, the dearest one last.
+    """Return up to three changes with which the same samples train faster than ``seconds``, the dearest one last.
 
     Each is clearly faster than the one before. The first needs another DeepSpeed config only, the second may need other
     arguments of the trainer, and the third other kernels in the training script.
 
     Args:
-        seconds: Time of a step of the job as given.
         freedom: Arguments of `Question` on what plans may do. None: their defaults.
         asked: Memory limits and storage, as arguments of `with_storage`.
         most: What a change may ask of the user at most (`Knob.needs`).

@@ -80,7 +80,7 @@ class _WaysOut:
         return WayOut(changes, outcome.plan, outcome.tokens_per_s, *self._host_limit(changes))
 
     def _host_limit(self, changes: Changes) -> tuple[bool, bool]:
-        """Return whether the user's limit of host memory must be left out, and whether it need only be raised."""
+        """Return whether the user's limit of host memory must be left out, and whether only raised."""
         wanted = changes.get("host_memory_bytes")
         if wanted is None or self.space.asked.get("host_memory_bytes") is None:
             return False, False

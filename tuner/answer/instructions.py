@@ -98,9 +98,7 @@ CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 
 
 def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a dict with the DeepSpeed config (``deepspeed``), the shell command (``command``) and the arguments of the
-    Hugging Face Trainer (``trainer``) for training under a plan.
-    """
+    """Return the DeepSpeed config, the shell command and the Trainer's arguments for training under a plan."""
     # The files of the config and of the plan must lie in the folder in which training starts.
     made = emitted_config(plan, PLAN_FILE, config, workload.wire_dtype, workload.zero_stage)
     return {"deepspeed": made, "command": command(workload), "trainer": trainer(workload)}

@@ -27,9 +27,7 @@ UNITS = {"bytes": "GB/s", "params": "G params/s"}  # in billions per second
 
 
 def wide_console() -> Console:
-    """Return a rich console for the output of ``tune``, as wide as the terminal or the environment variable
-    COLUMNS says, and otherwise 120 columns wide.
-    """
+    """Return a console as wide as the terminal or COLUMNS says, and otherwise 120 columns wide."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 

@@ -99,9 +99,7 @@ class StockTraining:
 
     @cached_property
     def plain(self) -> tuple[StrategyResult, Workload]:
-        """Return training without offload, and its workload: at the fastest ZeRO stage if that is `best`, else at the
-        job's own.
-        """
+        """Return training without offload: at the fastest ZeRO stage if that is `best`, else at the job's own."""
         if not self.best.offloads:
             return self.best.simulated, self.best.workload
         return simulated("no_offload", self.workload, self.machine, self.limits, {}, self.compile_), self.workload
@@ -453,9 +451,7 @@ def stock_row(alone: StockTraining) -> Row:
 def stock_beside(
     workload: Workload, machine: Machine, limits: Limits, compile_: Compile = compiled
 ) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of DeepSpeed's own training strategy that a plan is compared with: the fastest
-    offload setting at the job's ZeRO stage that fits (see `StockTraining`).
-    """
+    """Return DeepSpeed's fastest offload at the job's ZeRO stage that fits (see `StockTraining`)."""
     chosen = StockTraining(workload, machine, limits, compile_).given.simulated
     return chosen.strategy, dict(chosen.setting)
 

@@ -1,7 +1,4 @@
-"""The data to draw one training iteration: for each lane, the spans of time during which the lane works.
-
-A lane is a resource that runs operations one after the other, such as a copy direction.
-"""
+"""The data to draw one training iteration: for each lane, the spans of time during which the lane works."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise

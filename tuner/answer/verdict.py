@@ -17,11 +17,7 @@ from ebbtide.tuner.quantities import seconds_text
 
 
 def about(workload: Workload, machine: Machine) -> str:
-    """Return a line that names the model and the machine of a training job.
-
-    >>> about(workload, machine)
-    'Llama 3 8B, 8.03 B parameters, on 1 x NVIDIA GeForce RTX 4090 (preset rtx4090, rates from data sheets)'
-    """
+    """Return a line like 'Llama 3 8B, 8.03 B parameters, on 1 x NVIDIA GeForce RTX 4090 (preset rtx4090, ...)'."""
     job, ranks = workload.job, workload.ranks_per_node * workload.nodes
     params = sum(block.elements for block in job.architecture.blocks()) if job else workload.params * ranks
     return about_model(workload.name, params, machine, ranks)
@@ -208,11 +204,7 @@ def _gains(longer: Prediction, shorter: Prediction) -> str:
 
 
 def distance(plan: Prediction) -> str:
-    """Return a text on how far a plan's predicted iteration time is above the lower bound, such as ``within 3%
-    of a lower bound``. The text is empty if the bound is unknown.
-
-    The percentage is rounded up, so that the text is true.
-    """
+    """Return text such as "within 3% of a lower bound", rounded up so that it is true. Empty: it is unknown."""
     if not plan.lower_bound_s or math.isnan(plan.lower_bound_s):
         return ""
     return f"within {max(1, math.ceil(100 * above_bound(plan) - ROUNDED))}% of a lower bound"

@@ -146,13 +146,7 @@ def causes(machine: Machine, workload: Workload | None = None) -> tuple[Cause, .
 
 
 def own_spread(machine: Machine, strategy: str = "") -> float:
-    """Return the error of a predicted iteration time that no rate explains and that another strategy does not share.
-
-    The result is a standard deviation in log units.
-
-    Args:
-        strategy: Name of the simulated strategy, such as stock DeepSpeed's offload.
-    """
+    """Return the error, as a standard deviation in log units, that no rate explains and no other strategy shares."""
     if machine.unexplained_spread is not None:
         return machine.unexplained_spread
     offload = OFFLOAD_SPREAD if strategy in STOCK_OFFLOADS and _unseen_host(machine) else 0.0
@@ -160,10 +154,7 @@ def own_spread(machine: Machine, strategy: str = "") -> float:
 
 
 def shared_spread(machine: Machine) -> float:
-    """Return the error, as a standard deviation in log units, that multiplies all predicted times on a machine alike.
-
-    A preset describes a kind of node, and the user's node has other software and another training loop.
-    """
+    """Return the error, as a standard deviation in log units, that multiplies all times on a machine alike."""
     return CAMPAIGN_SPREAD if machine.unexplained_spread is None and machine.measured_with == PRESET else 0.0
 
 
@@ -195,11 +186,7 @@ class Spread:
     def of(
         cls, seconds: Callable[[Machine, Workload], float], workload: Workload, machine: Machine, strategy: str
     ) -> "Spread":
-        """Simulate the effect of each cause.
-
-        Args:
-            seconds: Function that predicts the time for a machine and a workload.
-        """
+        """Simulate the effect of each cause, with a function that predicts the time."""
 
         def part(cause: Cause) -> float:
             return _secant(lambda turn: seconds(*cause.moved(machine, workload, turn)))
@@ -222,9 +209,7 @@ class Spread:
 def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[float, float]:
     """Return the interval (low, high) in seconds that holds the iteration time of nine runs in ten.
 
-    Args:
-        build: Function from a machine to the schedule of one iteration. Layers' times may depend on the machine.
-        machine: Machine with rates and their spread.
+    ``build`` gets a machine, since layers' times may depend on it.
     """
 
     def seconds(turned_machine: Machine) -> float:
@@ -237,16 +222,10 @@ def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[
 def workload_interval_s(
     build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
 ) -> tuple[float, float]:
-    """Return the interval (low, high), in seconds, that is expected to hold the iteration times of nine in ten runs of
-    a workload.
+    """Return the interval (low, high) in seconds that holds the iteration time of nine runs in ten of a workload.
 
-    The width of the interval follows from the uncertainty of the machine's bandwidths and compute speeds, and from the
-    error of the simulator. If layer times were estimated from a model's config, their uncertainty is included too.
-
-    Args:
-        build: Function from a workload to a schedule. It is called with workloads that differ in layer times.
-        workload: Training job of one rank.
-        machine: Machine with the median and the quartiles of each bandwidth and compute speed.
+    The width follows from the uncertainty of the machine's rates and the error of the simulator. If layer times were
+    estimated from a model's config, their uncertainty is included, so ``build`` gets workloads that differ in them.
     """
     compiled = compile_schedule(build(workload))
 
@@ -260,9 +239,7 @@ def workload_interval_s(
 
 
 def plan_interval_s(sweep: PlanSweep, plan: Plan) -> tuple[float, float]:
-    """Return the interval (low, high), in seconds, that is expected to hold the iteration times of nine in ten runs
-    under a plan.
-    """
+    """Return the interval (low, high) in seconds that holds the iteration time of nine runs in ten under a plan."""
     centre, factor = sweep.result(plan).iteration_s, plan_spread(sweep, plan).factor
     return centre / factor, centre * factor
 
@@ -282,9 +259,7 @@ def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:
 
 
 def model_spread(machine: Machine, strategy: str = "") -> float:
-    """Return the error of a predicted iteration time that would remain if the machine's bandwidths and compute speeds
-    were known exactly, as a standard deviation in log units.
-    """
+    """Return the error, as a standard deviation in log units, that remains if all rates are known exactly."""
     return math.hypot(own_spread(machine, strategy), shared_spread(machine))
 
 

@@ -161,9 +161,7 @@ def phases_of(measured_s: Mapping[str, float]) -> float:
 
 
 def too_short(whole_s: float, measured_s: Mapping[str, float]) -> bool:
-    """Return True if the measured seconds of a run's whole iteration are clearly fewer than the sum of its
-    phases, which is impossible.
-    """
+    """Return True if a run's whole iteration is clearly shorter than the sum of its phases, which is impossible."""
     return whole_s < (1 - SHORTFALL) * phases_of(measured_s)
 
 
@@ -394,7 +392,6 @@ def _whole_of(name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]) -> tu
 
 
 def _searched(text: str) -> Mapping[str, Any] | None:
-    """Return what `tune search --measure` wrote, or None if a file has something else."""
     try:
         found = json.loads(text)
     except ValueError:

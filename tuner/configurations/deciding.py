@@ -150,7 +150,6 @@ def _speed(tried: Tried, seconds: float) -> float:
 def _to_beat(
     outcomes: dict[Configuration, ConfigurationOutcome], best: int, usable: Callable[[ConfigurationOutcome], bool]
 ) -> float:
-    """Return the speed that a configuration must exceed to be one of the ``best`` fastest, 0 if any does."""
     distinct = dict[Any, float]()
     for outcome in outcomes.values():
         if outcome.fits and usable(outcome):
@@ -173,7 +172,6 @@ def as_trained(outcome: ConfigurationOutcome) -> Any:
 
 
 def _planned(question: SearchQuestion, c: Configuration, tried: Tried, least: float) -> ConfigurationOutcome:
-    """Return the outcome of a configuration under a quick plan, or under the plan of `tune plan` if it takes a lead."""
     quick = question.outcome(c, tried)
     if not quick.fits or quick.tokens_per_s <= least:
         return quick

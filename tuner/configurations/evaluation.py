@@ -68,24 +68,17 @@ class SearchQuestion:
 
     @cached_property
     def job(self) -> Job:
-        """Return the training job of a configuration search before any configuration is applied.
-
-        Without a DeepSpeed config, it trains in bf16.
-        """
+        """Return the job before any configuration is applied. Without a DeepSpeed config, it trains in bf16."""
         given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
         config = given if self.ds_config else {"bf16": {"enabled": True}}
         return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.shape)
 
     def of(self, c: Configuration) -> Job:
-        """Return the training job of this search's model with the settings of a training configuration.
-
-        Raises:
-            ModelError: The configuration and the search's DeepSpeed config contradict each other.
-        """
+        """Return the job of a configuration. Raise ModelError if the DeepSpeed config contradicts it."""
         return self.job.changed(**_changes(c))
 
     def workload(self, c: Configuration) -> Workload:
-        """Return the workload (the planner's input) of one rank under a training configuration.
+        """Return the workload of one rank under a training configuration.
 
         Raises:
             ModelError: The workload cannot be estimated.
@@ -127,14 +120,9 @@ class SearchQuestion:
     def answer(
         self, c: Configuration, effort: float = QUICK, sizes: Sequence[int] = (), *, few: bool = True
     ) -> ConfigurationOutcome:
-        """Simulate one training configuration, and return its predicted time and memory.
+        """Simulate a configuration. If it cannot be simulated or does not fit, the result gives the reason.
 
-        If the configuration cannot be simulated or does not fit into memory, the result gives the reason.
-
-        Args:
-            effort: Fraction of a full plan search's evaluations.
-            sizes: Subgroup sizes that the plan search may choose instead of the configuration's own.
-            few: As for `Tried.outcome`.
+        ``effort`` is a fraction of a full search's evaluations. The plan may have one of ``sizes`` instead of its own.
         """
         tried = self.tried(c, sizes)
         if isinstance(tried, str):

@@ -32,11 +32,7 @@ _STARTS = ("kernels", "fused_loss", "flash_attention")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a DeepSpeed config with an invalid value that a configuration search could not replace.
-
-    Raises:
-        ModelError: DeepSpeed or the simulator cannot use a value. The message names its key.
-    """
+    """Raise ModelError, with the key, for an invalid value that a configuration search could not replace."""
     # Batch sizes are checked elsewhere, together with the flags and the number of GPUs.
     deepspeed_fields({k: v for k, v in loaded(config).items() if k not in BATCHES}, hidden=1)
     size = at(config, f"{ZERO}.sub_group_size")

@@ -147,7 +147,6 @@ def with_config(command: Sequence[str], wanted: Mapping[str, Any], folder: Path)
 
 
 def _configs(command: Sequence[str]) -> dict[int, tuple[str, dict[str, Any]]]:
-    """Return the paths and contents of the DeepSpeed configs that a command names, by the number of the word."""
     found = {}
     for number, word in enumerate(command):
         path = word.rpartition("=")[2]
@@ -238,7 +237,6 @@ def _read(
 
 
 def _failure(ranks: Sequence[Mapping[str, Any]], code: int | None, text: str, limit_s: float) -> tuple[str, str]:
-    """Return why a command measured nothing, and the memory that it lacked, if any."""
     steps = min((rank.get("step", 0) for rank in ranks), default=0)
     if code is TOO_LONG:
         return f"took {steps} of {STEPS} steps in {limit_s:.0f} s (--measure-timeout)", ""
@@ -262,7 +260,6 @@ def _last(text: str) -> str:
 
 
 def _other(refused: Mapping[str, Any]) -> str:
-    """Return the reason that a script would have trained in another configuration, and what to do."""
     name, wanted, real = refused["setting"], refused["wanted"], refused["real"]
     if name in _INSTEAD:
         does = "recomputes" if real else "keeps"

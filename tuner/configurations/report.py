@@ -126,7 +126,6 @@ def _measurement(one: Measurement) -> dict[str, Any]:
 
 
 def _shape(c: Configuration) -> dict[str, Any]:
-    """Return the fields of a `Job` that its DeepSpeed config does not have."""
     return {"data_parallel": c.gpus, **{knob: getattr(c, knob) for knob in OF_SCRIPT if knob != "gpus"}}
 
 

@@ -55,21 +55,13 @@ class SearchAnswer:
 
     @property
     def fitting(self) -> list[ConfigurationOutcome]:
-        """Return the predictions of the training configurations that fit into memory, the fastest first.
-
-        Among equally fast configurations, the one with the least GPU memory comes first.
-        """
+        """Return the outcomes that fit, the fastest first. Of equally fast ones, the least GPU memory is first."""
         fit = [o for o in self.outcomes if o.fits]
         return sorted(fit, key=lambda o: (-o.tokens_per_s, o.device_peak_bytes))
 
     @property
     def front(self) -> list[ConfigurationOutcome]:
-        """Return the predictions of the training configurations on the Pareto front of speed and GPU memory, the
-        fastest first.
-
-        For each configuration on the front, every faster one takes more GPU memory. Only simulated
-        configurations count.
-        """
+        """Return the outcomes on the Pareto front of speed and GPU memory, the fastest first."""
         front: list[ConfigurationOutcome] = []
         for outcome in self.fitting:
             if not front or outcome.device_peak_bytes < front[-1].device_peak_bytes:

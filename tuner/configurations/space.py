@@ -73,11 +73,7 @@ class Configuration:
         return ""
 
     def changed(self, **knobs: Any) -> "Configuration":
-        """Return a copy of this training configuration with some settings changed.
-
-        A setting that has no effect gets its default (``sub_group_size`` without offload, ``recompute_share`` without
-        recomputation), so that equivalent configurations compare equal.
-        """
+        """Return a copy in which settings without effect have their defaults, so that equivalent ones are equal."""
         made = replace(self, **knobs)
         made = replace(made, sub_group_size=10**9) if made.offload == "none" else made
         return made if made.recompute else replace(made, recompute_share=1.0)
@@ -173,12 +169,7 @@ class Space:
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the training configuration with the chosen values of the varied settings, and the base values of the
-        others.
-
-        Return None if no machine can train with the configuration, or if its global batch is not the one that the
-        search requires.
-        """
+        """Return a configuration, or None if no machine can train with it or its global batch is another one."""
         configuration = self.of_batch(chosen)
         return None if configuration is None or configuration.impossible else configuration
 
@@ -197,7 +188,6 @@ class Space:
         return configuration if configuration.global_batch == self.global_batch else None
 
     def __iter__(self) -> Iterator[Configuration]:
-        """Yield each training configuration of a search once. Configurations that cannot train are left out."""
         made = (self.made(chosen) for chosen in self._combinations())
         yield from dict.fromkeys(c for c in made if c is not None)
 

@@ -182,7 +182,7 @@ class _Chosen(optuna.samplers.BaseSampler):
 
 
 def _axes(space: Space) -> dict[str, BaseDistribution]:
-    """Return the settings that vary as Optuna's distributions. Subgroup sizes are chosen by each plan."""
+    """Return the varied settings as distributions, without the subgroup size, which each plan chooses."""
     values = dict[str, set[Any]]()
     for c in space:
         for name in space.free:

@@ -102,11 +102,7 @@ def _card_generation(nvml: Any, handle: Any) -> int | None:
 
 
 def link_finding(name: str, width: int, widest: int, slot: int, card: int | None) -> Finding:
-    """Check that a GPU's PCIe link can be as fast as the card allows, and return the result. A slower link slows down
-    every copy between the GPU and host memory.
-
-    The link is reported as slow if it uses fewer lanes than the card supports, or if the slot limits the card to an
-    older PCIe generation than the card supports.
+    """Check a GPU's PCIe link, which limits every copy to and from host memory.
 
     Args:
         slot: Newest PCIe generation that both the slot and the card support.

@@ -42,9 +42,7 @@ CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code i
 
 
 def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
-    """Return a tuple of the placements (memories for a subgroup's optimizer state) that a plan search may choose on a
-    machine.
-    """
+    """Return the placements that a plan search may choose on a machine."""
     found = tuple(RECIPES) if storage else CHOICES
     return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
 
@@ -56,9 +54,7 @@ _STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}
 
 
 def plain(code: int) -> int:
-    """Remove the flags for early update and on-device gradient accumulation from a subgroup's code, and return the
-    rest.
-    """
+    """Return a subgroup's code without the flags for early update and on-device gradient accumulation."""
     return code & ~(EARLY | SUMMED)
 
 
@@ -104,11 +100,9 @@ class Moved:
     """A training plan in the form that simulated annealing changes.
 
     Attributes:
-        codes: For each subgroup, the number (`Way.code`) that encodes its placement (memory of the optimizer state),
-            its parameter location (memory of the 16-bit parameters), and its flags for an early update and for gradient
-            sums on the GPU.
+        codes: For each subgroup, the number of its way (`Way.code`).
         sequences: For the CPU and for the GPU, the subgroups that it updates, in the order of their updates.
-        slots: Number of staging buffers: GPU memory for one staged subgroup each.
+        slots: Number of staging buffers.
         prefetch: Number of subgroups that are copied to the GPU ahead of time.
         free: Changes that the search may make, such as early updates.
         host_slots: Number of buffers in host memory for subgroups that are stored on a drive.
@@ -236,9 +230,7 @@ class Moved:
         return UpdateOrder.from_sequences(by_queue[Queue.HOST], by_queue[Queue.DEVICE])
 
     def arrays(self) -> tuple[Codes, NDArray[np.int64]]:
-        """Return two arrays with one entry per subgroup: the codes of a plan's subgroups, and the order of their
-        updates.
-        """
+        """Return the codes of a plan's subgroups, and the order of their updates."""
         heads = [iter(sequence) for sequence in self.sequences]
         issue = np.array([next(heads[queue]) for queue in bytes(self.codes).translate(QUEUE_NUMBERS)], dtype=np.int64)
         return np.array(self.codes, dtype=np.int8), issue
@@ -255,11 +247,10 @@ class Candidate:
     """A plan in the form that a plan search scores: only the fields of a plan file that the search varies.
 
     Attributes:
-        ways: Code of each subgroup's placement, parameter location and flags (`Way.code`), one byte each. One flag
-            requests that the subgroup's gradient sum stays on the GPU. If GPU memory cannot hold the gradient sums of
-            all subgroups with this flag, only the subgroups with the lowest numbers keep the flag.
-        staging_slots: Number of staging buffers (GPU memory for one staged subgroup each). Fewer are used if memory
-            cannot hold them together with the activations.
+        ways: Code of each subgroup's way (`Way.code`), one byte each. If GPU memory cannot hold all gradient sums that
+            the codes ask for, only the subgroups with the lowest numbers keep them on the GPU.
+        staging_slots: Number of staging buffers. Fewer are used if memory cannot hold them together with the
+            activations.
         prefetch: Number of subgroups that are copied to the GPU ahead of time.
         threads: Number of CPU threads for updates, or 0 for the default.
         overlap_forward: True if updates may overlap the next forward.
@@ -414,7 +405,7 @@ def evenly(
     Subgroups that stay on the GPU come first. The other placements are interleaved.
 
     Args:
-        slots: Number of staging buffers (GPU memory for one staged subgroup each).
+        slots: Number of staging buffers.
         locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
     """
     there = [p for p in PLACEMENTS if numbers.get(p)]
@@ -438,9 +429,7 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 
 
 def options_of(c: Candidate) -> tuple[Any, ...]:
-    """Return the arguments of `PlanSweep.evaluate` that describe a plan as a whole, such as the number of staging
-    buffers.
-    """
+    """Return the arguments of `PlanSweep.evaluate` that describe a plan as a whole."""
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 
 

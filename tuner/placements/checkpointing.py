@@ -1,7 +1,6 @@
 """The choice of a plan's checkpoint settings for the best expected goodput under failures.
 
-Goodput is the useful share of the training time. The interval between checkpoints and the host memory for copies (the
-copy budget) are searched together.
+The interval between checkpoints and the host memory for copies (the copy budget) are searched together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,9 +34,7 @@ WRITERS_BYTES = CheckpointPlan(copy_budget_bytes=0).reserved_bytes  # host memor
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint settings of a plan, with the best interval between checkpoints, the predicted cost of
-    a checkpoint and the expected goodput (useful share of the time).
-    """
+    """The checkpoint settings of a plan with the best interval, their predicted cost and their expected goodput."""
 
     saving: CheckpointPlan
     cost: CheckpointCost
@@ -60,11 +57,7 @@ def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
 
 
 def rated(price: CheckpointPrice, saving: CheckpointPlan, failures: Failures) -> Choice:
-    """Return checkpoint settings with the interval of highest expected goodput (useful share of the time),
-    under a failure model.
-
-    The cap on the write bandwidth and the copy budget (host memory for copies of state) stay as given.
-    """
+    """Return settings with the interval of the highest expected goodput. The write cap and copy budget stay."""
     cost = price.cost(saving)
     steps = best_interval_steps(price.iteration_s, cost, failures)
     goodput = expected_goodput(price.iteration_s, cost, failures, steps)
@@ -74,18 +67,14 @@ def rated(price: CheckpointPrice, saving: CheckpointPlan, failures: Failures) ->
 def best_checkpointing(
     price: CheckpointPrice, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
-    """Return the checkpoint settings of a training plan with the highest expected goodput (useful share of the
-    time).
-    """
+    """Return the checkpoint settings of a training plan with the highest expected goodput."""
     base = base or CheckpointPlan()
     savings = [base.model_copy(update={"copy_budget_bytes": n}) for n in _budgets(price, spare_bytes, base)]
     return thriftiest([rated(price, saving, failures) for saving in savings])
 
 
 def thriftiest(tried: Sequence[Choice]) -> Choice:
-    """Return the checkpoint settings that reserve the least host memory, among the settings that give the
-    best goodput (useful share of the time).
-    """
+    """Return the settings that reserve the least host memory, among those that give the best goodput."""
     most = max(choice.goodput for choice in tried)
     equal = [choice for choice in tried if choice.goodput >= most * (1 - SAME)]
     return min(equal, key=lambda c: (c.cost.reserved_bytes, -c.goodput))
@@ -121,17 +110,10 @@ def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures)
 
 
 def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_s: float) -> None:
-    """Raise RuleError if failures are so frequent that training makes no progress under any plan. The check
-    runs before a plan is searched.
+    """Raise RuleError if under any plan failures leave less than `LEAST_GOODPUT` of the time for progress.
 
-    Assumptions: a step takes only its forward and backward, and checkpoints cost no time.
-
-    Args:
-        mtbf_s: Mean time between failures of the whole job, in seconds.
-        restart_s: Seconds from a failure until training runs again.
-
-    Raises:
-        RuleError: Less than `LEAST_GOODPUT` of the time would be progress even under these assumptions.
+    This runs before a plan is searched, and assumes that steps are forward and backward only, and checkpoints are free.
+    ``mtbf_s`` is for the whole job, and ``restart_s`` lasts from a failure until training runs again.
     """
     failures = planned_failures(mtbf_s, restart_s)
     persist_s = workload.checkpoint_bytes / capacities(machine, workload.ranks_per_node)["storage"]

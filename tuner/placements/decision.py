@@ -1,8 +1,7 @@
 """The decision on a training job's plan and its subgroup size, used by every planning command.
 
-Every command calls `decide`. The decision may vary the subgroup size, the placement of each subgroup
-(the memory of its optimizer state), the order of updates, early updates (before the gradient norm is
-known), on-device gradient accumulation, buffers, CPU threads and overlap. If allowed, 16-bit parameters
+Every command calls `decide`. The decision may vary the subgroup size, the placement of each subgroup, the order of
+updates, early updates, on-device gradient accumulation, buffers, CPU threads and overlap. If allowed, 16-bit parameters
 also move to host memory, and optimizer state to storage. The memory margin is the same for all commands,
 but the effort is not: a sketch compares simple plans, a quick decision a few subgroup sizes, and a full
 one all sizes (few if a step has very many operations). A full one also anneals for longer.
@@ -46,20 +45,14 @@ LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 16, 200
 
 
 def anneal(search: Search, evaluations: int | None = None) -> None:
-    """Look for faster training plans by simulated annealing, and add them to the scores of a plan search. The result is
-    deterministic for the search's seed.
+    """Look for faster plans by simulated annealing, deterministic for the search's seed, and add them to the scores.
 
     Placements and the order of updates are changed together, by the moves of `Moved`. Changing only one of the two
     often gets stuck, since only slower plans lie between two good ones.
 
-    The first half of the evaluations starts from several known plans: the fastest one for each number of staging
-    buffers, and the fastest one for each choice of the numbers of subgroups per placement. Annealing mostly changes
-    single subgroups, so it seldom gets from one of these plans to another one. The second half starts from the best
-    plan, at a lower temperature.
-
-    Args:
-        search: Plan search with at least one scored plan.
-        evaluations: Number of simulated plans. If None, it grows with the number of subgroups, up to a limit.
+    The first half of the evaluations starts from several known plans, since annealing mostly changes single subgroups
+    and seldom gets from one of these plans to another one. The second half starts from the best plan, at a lower
+    temperature.
     """
     count = len(search.workload.subgroups)
     if evaluations is None:
@@ -162,16 +155,10 @@ TOLD = 0.97  # a note names a better subgroup size if it saves at least 3%
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = False) -> list[Workload]:
-    """Return a list of workloads: the given one with its own subgroups, and copies with subgroups of other
-    sizes, the largest subgroups first. With small subgroups, copies and updates overlap better. Large subgroups need
-    fewer operations, and each operation has a fixed cost.
+    """Return the workload and copies with subgroups of other sizes, the largest subgroups first.
 
-    A size is left out if it gives nearly as many subgroups as a larger size, or more than `MOST_SUBGROUPS`.
-
-    Args:
-        workload: Training job of one rank.
-        pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part
-            of one of DeepSpeed's.
+    Small subgroups overlap copies and updates better. Large ones need fewer operations, each with a fixed cost. With
+    ``pieces``, DeepSpeed keeps its own subgroups, and each one of the plan is a part of one of them.
 
     Raises:
         ValueError: The workload does not list its parameters.
@@ -186,9 +173,7 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
 
 
 def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
-    """Return the indices of the workloads that a quick plan search tries first: those with about 32 and about 110
-    subgroups.
-    """
+    """Return the indices of the workloads that a quick search tries first: those nearest to `QUICK_COUNTS`."""
 
     def distance(number: int, count: int) -> float:
         return abs(math.log(len(cuts[number].subgroups) / count))
@@ -305,16 +290,10 @@ class PlanQuestion:
 
     @property
     def cuts(self) -> list[Workload]:
-        """Return a list of workloads, one for each subgroup size that the plan search tries, the largest subgroups
-        first.
+        """Return a workload for each subgroup size that the plan search tries, the largest subgroups first.
 
-        Before training, the list has only the workload itself if the machine has unified memory, if the workload lists
-        no parameters, or if no other sizes may be tried.
-
-        While training runs, its subgroups cannot change. The list then has two copies of the workload, followed by the
-        workload itself. In the first copy, every four neighboring subgroups are joined, and in the second copy every
-        two. The best plans for the copies are only starting points of the search for the workload itself. If the
-        running plan has state on drives, or the machine has unified memory, there are no copies.
+        While training runs, its subgroups cannot change. The best plans for copies with joined subgroups are then only
+        starting points of the search for the workload itself, which comes last.
         """
         if (
             self.running is None

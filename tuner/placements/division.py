@@ -1,10 +1,9 @@
 """A check, without a simulation, of whether a training job's state fits within the memory limits.
 
-A plan divides the parameters among placements (memories for optimizer state) and among locations of the 16-bit
-parameters. The check allows every division, even one that cuts subgroups, and counts staging buffers as zero bytes. A
-small linear program finds the division that exceeds the memory limits by the fewest bytes. Every real plan exceeds
-the limits by at least as many bytes. If this number is above zero, the job is therefore refused immediately. The
-division also shows where to look for plans.
+The check allows every division of the parameters among placements and parameter locations, even one that cuts
+subgroups, and counts staging buffers as zero bytes. A small linear program finds the division that exceeds the memory
+limits by the fewest bytes. Every real plan exceeds the limits by at least as many bytes. If this number is above zero,
+the job is therefore refused immediately. The division also shows where to look for plans.
 """
 
 from collections.abc import Mapping, Sequence

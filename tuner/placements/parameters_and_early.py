@@ -5,10 +5,9 @@ that would not fit, or for more optimizer state and buffers. The copies cost lit
 is idle. Training results are bit-identical. The chosen subgroups are evenly spaced, so that the copies do not delay
 each other.
 
-Early updates start before the gradient norm is known and assume that the step does not clip gradients. They take host
-memory, and a step that clips must undo and repeat all of them. So a plan has early updates only if they shorten the
-mean iteration. If more steps clip than expected, the runtime stops early updates for a while. The plan is then nearly
-as fast as the best plan without early updates.
+Early updates take host memory, and a step that clips must undo and repeat all of them. So a plan has them only if they
+shorten the mean iteration. If more steps clip than expected, the runtime stops early updates for a while. The plan is
+then nearly as fast as the best plan without early updates.
 """
 
 import math

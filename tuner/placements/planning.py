@@ -1,6 +1,6 @@
 """The search for the plan with the shortest predicted iteration, or with the best goodput under failures.
 
-Only plans that fit into memory are considered. Goodput is the useful share of the training time.
+Only plans that fit into memory are considered.
 Short searches make a small fraction of the simulations: for interactive use, and for use while training runs
 (``plan="auto"`` and later changes of its plan). They need neither pandas nor matplotlib.
 """
@@ -475,10 +475,7 @@ def quick_plan(
     offload_parameters: bool = True,
     folders: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Return the training plan that a short plan search finds, with its predicted iteration and a lower bound
-    of the iteration time.
-
-    The plan's field ``reasons`` says if a full search, as by ``tune plan``, may find a faster plan.
+    """Return the plan of a short search. Its field ``reasons`` says if a full one may find a faster plan.
 
     Raises:
         ImpossibleError: No plan fits into memory.

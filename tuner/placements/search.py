@@ -93,11 +93,9 @@ class UpdateOrders:
         self.behind_s = [self.forward_s - before[layer] for layer in first]
 
     def of(self, placements: Sequence[Placement]) -> UpdateOrder:
-        """Return the order of the subgroups' updates for a plan with the given placements.
+        """Return the order of the subgroups' updates: CPU updates by `best`, GPU updates as forward needs them.
 
-        CPU updates are in the order with the earliest estimated end of the next forward (`best`). GPU updates are in
-        the order in which forward needs the parameters. CPU updates are in this order too if all their gradients are in
-        host memory before the gradient norm is known.
+        CPU updates are as forward needs them too if all gradients arrive before the gradient norm is known.
         """
         hosted = tuple(compress(range(len(placements)), map(_HOSTED.__contains__, placements)))
         if hosted not in self._known:
@@ -117,9 +115,7 @@ class UpdateOrders:
         return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived_s))
 
     def end_s(self, sequence: Sequence[int], arrived_s: Floats) -> float:
-        """Return the seconds from the moment at which the gradient norm is known to the end of the next forward, for an
-        order of CPU updates.
-        """
+        """Return the seconds from the gradient norm to the end of the next forward, for an order of CPU updates."""
         return float(_end_s(np.array(sequence, np.int64), arrived_s, *self._times))
 
     def candidates(self, arrived: dict[int, float]) -> Iterator[list[int]]:
@@ -209,10 +205,6 @@ class Room:
 
         If memory is short, first the staging buffers are reduced, then on-device gradient sums of later subgroups.
 
-        Args:
-            codes: For each subgroup, the code of its placement, parameter location and flags (`Way.code`).
-            slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
-
         Returns:
             The reduced ``codes`` and ``slots``.
         """
@@ -244,9 +236,7 @@ class Room:
         return self.limits.hold(*self.taken(c.codes, c.staging_slots, c.host_slots))
 
     def taken(self, codes: Codes, slots: int, host_slots: int) -> tuple[int, int, int]:
-        """Return a tuple with the peaks in bytes of GPU memory, host memory and storage under a plan, computed without
-        a simulation.
-        """
+        """Return the peak bytes of GPU memory, host memory and storage under a plan, without a simulation."""
         counted = self._sweep.counted(codes)
         held = counted.held(slots, host_slots)
         return held["device"] + self._device_bytes(codes, counted), held["host"], held["storage"]
@@ -283,12 +273,12 @@ class Score:
 class Search:
     """A search for the fastest plan of one workload on one machine. The search is deterministic for a given seed.
 
-    The score (simulated time and memory) of each plan that was tried is kept.
+    The score of each plan that was tried is kept.
 
     Attributes:
         effort: Fraction of a full search's evaluations, in (0, 1].
-        early: True if updates may start before the gradient norm is known. Times are then means over
-            steps, of which the fraction `Workload.expected_clip_rate` clips gradients.
+        early: True if early updates are possible. Times are then means over steps, of which the fraction
+            `Workload.expected_clip_rate` clips gradients.
         moves_parameters: True if 16-bit parameters may move between GPU and host memory.
         locations: Location of each subgroup's parameters in the plans that the search begins with.
             If empty, all are on the GPU.
@@ -310,12 +300,10 @@ class Search:
         """Prepare a search for the fastest plan of a workload on a machine.
 
         Args:
-            limits: Memory and storage that plans may use.
             fixed: Values of fields that are equal in all plans and are not searched.
             storable: Subgroups with state that may be on a drive. If None, all may, if a drive is given.
-            effort: Fraction of a full search's evaluations.
-            bounds: Lower bounds of the iteration time, computed by searches for the same job with other subgroup
-                sizes. They hold for all subgroup sizes, so this search reuses them and adds its own.
+            bounds: Lower bounds by searches with other subgroup sizes. They hold for all sizes, and this search adds
+                its own.
             like: Search for the same workload and machine within other limits. The two share their simulated plans.
         """
         self.effort = effort
@@ -379,7 +367,7 @@ class Search:
     # -- scores ------------------------------------------------------------------------------
 
     def score(self, candidate: Candidate) -> Score:
-        """Return the score (simulated time and memory) of a plan. A plan that was scored before is not simulated again.
+        """Return the score of a plan. A plan that was scored before is not simulated again.
 
         If the plan has early updates and fits, the same plan without early updates is scored too. Its score is stored,
         but not returned.
@@ -436,16 +424,9 @@ class Search:
     ) -> float:
         """Return the predicted seconds per iteration of a plan, or ``inf`` if the plan does not fit into memory.
 
-        The result is not stored in the search's scores.
-
         Args:
-            codes: Code of each subgroup's placement, parameter location and flags.
-            slots: Number of staging buffers (GPU memory for one staged subgroup each).
-            prefetch: Number of subgroups that are copied to the GPU ahead of time.
             threads: Number of CPU threads for updates, or 0 for the default.
-            overlap: True if updates may overlap the next forward.
             issue: Order in which the subgroups' updates are issued. If None, the order of forward.
-            host_slots: Number of buffers in host memory for stored subgroups.
             most_s: Seconds from which the exact time does not matter. A step that does not clip is simulated first. If
                 it takes longer than ``most_s``, its time is returned, and the slower steps that clip are not simulated.
         """
@@ -568,9 +549,7 @@ class Search:
         return self.bound_with(None)
 
     def bound_with(self, locations: tuple[ParameterLocation, ...] | None) -> Bound:
-        """Return a lower bound of the iteration time under any plan with a given number of 16-bit parameters in host
-        memory.
-        """
+        """Return a lower bound with as many parameters in host memory as ``locations`` has. None: any number."""
         away = None if locations is None else self.away(locations)
         return self._bounds.of(self.workload, self.machine, self.limits, away)
 
@@ -579,9 +558,7 @@ class Search:
         return self._bounds.seconds(self.workload, self.machine, self.limits, None)
 
     def may_take_less(self, locations: tuple[ParameterLocation, ...], seconds: float) -> bool:
-        """Return True unless every plan takes ``seconds`` or more by the lower bound of the iteration time, given the
-        location of each subgroup's 16-bit parameters.
-        """
+        """Return True unless by the lower bound every plan with these locations takes ``seconds`` or more."""
         away = self.away(locations)
         return self._bounds.may_take_less(self.workload, self.machine, self.limits, away, seconds)
 
@@ -592,9 +569,5 @@ class Search:
 
 
 def may_update_early(workload: Workload, machine: Machine) -> bool:
-    """Return True if the plans of a training job may start updates before the gradient norm is known (early updates).
-
-    This needs separate GPU and host memory. The result is False if early updates never save time: if every step clips
-    gradients, and under ZeRO-1, which reduces gradients after the whole backward.
-    """
+    """Return True if early updates can save time. Under ZeRO-1, gradients are reduced after the whole backward."""
     return workload.zero_stage > 1 and not machine.unified_memory and workload.expected_clip_rate < 1

@@ -163,11 +163,7 @@ def _spread(sizes: tuple[int, ...], some: tuple[tuple[Placement, float], ...], m
 
 
 def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
-    """Return a tuple with a location for each subgroup's 16-bit parameters: host memory for ``away`` of the
-    ``count`` subgroups, evenly spaced, and the GPU for the others.
-
-    If ``away`` is 0, the tuple is empty, which also means that all parameters stay on the GPU.
-    """
+    """Return a location for each subgroup, ``away`` of them evenly spaced in host memory. Empty: all on the GPU."""
     if not away:
         return ()
     turns = [i * away // count for i in range(count + 1)]
@@ -182,9 +178,9 @@ class Shares:
     Attributes:
         of: Fraction of the parameters for each placement, without the large subgroups.
         large: Placement of each subgroup that is far larger than the others.
-        early: For each placement, the fraction of its subgroups that are updated before the gradient norm is known.
-            The last subgroups with this placement are chosen.
-        slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
+        early: For each placement, the fraction of its subgroups with early updates. The last subgroups with this
+            placement are chosen.
+        slots: Number of staging buffers.
         host_slots: Number of buffers in host memory for subgroups with optimizer state on a drive.
         locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
         mixed: True if subgroups that stay on the GPU are spread over the model like the others, and do not come first.
@@ -213,11 +209,9 @@ class Shares:
 
     @classmethod
     def from_bound(cls, search: Search, locations: tuple[ParameterLocation, ...] | None) -> "Shares":
-        """Return the fraction of the parameters with each placement in the ideal plan, which reaches the lower
-        bound of the iteration time. The ideal plan may divide subgroups, so every real plan may be slower.
+        """Return the shares of the ideal plan, which reaches the lower bound. ``locations`` None: any.
 
-        Args:
-            locations: Location of each subgroup's 16-bit parameters in the ideal plan. If None, any.
+        The ideal plan may divide subgroups, so every real plan may be slower.
         """
         params = search.workload.params
         of = {p: n / params for p, n in search.bound_with(locations).params.items()}
@@ -324,19 +318,15 @@ class Shares:
 
 
 def descend(search: Search, most: int, *, near: bool = False) -> None:
-    """Improve plans that spread their placements evenly over the model, by one change to a plan at a time, for as long
-    as the predicted iteration gets shorter.
+    """Improve evenly spread plans by one change at a time, for as long as the predicted iteration gets shorter.
 
-    A change gives some of the parameters another placement, for example, or adds a staging buffer. The search starts
-    from up to three plans: the best plan so far, the best plan without early updates, and the ideal plan, which reaches
-    the lower bound of the iteration time. A few changes are tried from each of these plans. Only the best resulting
-    plan is improved further, by smaller and smaller changes.
+    The starts are the best plan so far, the best plan without early updates, and the ideal plan, which reaches the
+    lower bound of the iteration time. A few changes are tried from each. Only the best resulting plan is improved
+    further, by smaller and smaller changes.
 
     Args:
-        search: Plan search with at least one plan that fits.
         most: Largest number of changes to try from one start.
-        near: True if the best plan comes from a search with larger subgroups. Its fraction of parameters per
-            placement is then nearly right, so the first changes are smaller.
+        near: True if the best plan comes from a search with larger subgroups. The first changes are then smaller.
     """
     if not search.fits or len(search.choices) == 1:
         return

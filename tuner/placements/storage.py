@@ -21,17 +21,10 @@ UNWORN = "memory holds all optimizer state, so no drive is worn"
 def with_storage(
     workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
 ) -> tuple[Limits, Machine, dict[str, Any]]:
-    """Prepare a search for plans that may keep optimizer state in given directories on drives.
+    """Return limits, the machine with the directories' speeds, and the plan file's fields that name them.
 
-    Args:
-        storage: Bytes that optimizer state may take, by directory. The key ``""`` stands for a directory that is not
-            named in the plan. It is assumed to be as fast as the machine's storage for checkpoints. If None, no
-            directory is used.
-        asked: Further arguments of `Limits.of`, such as memory limits.
-
-    Returns:
-        Three values: the memory and storage limits of plans, the machine with the read and write speeds of these
-        directories, and the fields of a plan file that name the directories.
+    The key ``""`` of ``storage`` (bytes by directory) is a directory that the plan does not name. It is assumed to be
+    as fast as the machine's storage for checkpoints. ``asked`` are further arguments of `Limits.of`.
     """
     if not storage:
         return Limits.of(workload, machine, **asked), machine, {}

@@ -430,8 +430,8 @@ def search_job(request: SearchJob, progress: ShowProgress) -> dict[str, Any]:
 
 
 def goodput(request: Goodput, progress: ShowProgress) -> dict[str, Any]:
-    """Return, as JSON data, the expected goodput (useful share of training time) with the checkpoint
-    interval of a request, and the best interval with its goodput.
+    """Return, as JSON data, the expected goodput with the checkpoint interval of a request, and the best interval
+    with its goodput.
 
     The result also has the intervals by the rules of thumb of Young and Daly. If the request has no
     interval, the best one is used.

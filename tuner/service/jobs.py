@@ -52,9 +52,7 @@ class Feed:
             self._changed.notify_all()
 
     def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """Return an iterator over the events about the service's background jobs from now on, as pairs of kind and
-        data. It yields None if there is no event for a while, so that the connection is kept alive.
-        """
+        """Return an iterator over (kind, data) of events from now on. None keeps an idle connection alive."""
         return self._since(self._number)
 
     async def _since(self, last: int) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
@@ -85,11 +83,7 @@ class Jobs:
         self._telling: set[asyncio.Task[None]] = set()
 
     def start(self) -> int:
-        """Start to run the queued background jobs. Return the number of jobs that the end of an earlier server
-        interrupted.
-
-        The interrupted jobs are queued again.
-        """
+        """Start the queued jobs. Return the number that an earlier server's end interrupted, which run again."""
         recovered = self._store.recover(self._quota.attempts)
         self._tasks = [asyncio.create_task(self._dispatch()) for _ in range(self._pool.jobs.size)]
         self._tasks.append(asyncio.create_task(self._expire()))

@@ -308,10 +308,7 @@ class Pool:
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
-        """Return the service's result for a request, from the cache or from a worker process.
-
-        Args:
-            light: True for the queue of light requests, False for the queue of heavy ones.
+        """Return the result of a request, from the cache or from a worker process.
 
         Raises:
             BusyError: Too many requests already wait.

@@ -113,9 +113,7 @@ def html_of_call(call: ReportCall, progress: ShowProgress) -> str:
 
 
 def trace(call: Planned, progress: ShowProgress) -> dict[str, Any]:
-    """Return, as a trace for ui.perfetto.dev, the simulated timelines of a training job with DeepSpeed
-    alone and under a plan.
-    """
+    """Return a trace for ui.perfetto.dev, with the simulated timelines of DeepSpeed alone and under a plan."""
     stock, planned = _predicted(call.plan, *resolve(call.scenario))
     return stock.perfetto(planned)
 

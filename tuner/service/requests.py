@@ -106,17 +106,10 @@ class Request(BaseModel):
         return value
 
     def _has(self, name: str) -> bool:
-        """Return whether a field of the request has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))
 
     def _needs(self, needed: str, present: bool, *names: str) -> None:
-        """Refuse fields of the request that have no effect because a condition does not hold.
-
-        Args:
-            needed: Condition in words, such as ``with mtbf_s``.
-            present: True if the condition holds.
-            names: Fields that need the condition. Fields with their default values are ignored.
-        """
+        """Refuse named fields without effect. ``needed`` is the condition in words, such as ``with mtbf_s``."""
         without_effect = [] if present else [name for name in names if self._has(name)]
         if without_effect:
             name = without_effect[0]
@@ -721,7 +714,6 @@ _INSTEAD = f"Run `tune plan --model config.json` instead, or {DESCRIBE}"
 
 
 def _check_family(config: Mapping[str, Any]) -> None:
-    """Refuse the config of a language model that does not have the usual layers of a known family."""
     family = str(config["model_type"])
     if family not in FAMILIES:
         key, rule = "model_type", f"on this server, model_type must be one of {', '.join(FAMILIES)}"
@@ -744,11 +736,7 @@ def offload_of(scenario: Scenario) -> Offloading:
 
 
 def storage_of(scenario: Scenario) -> dict[str, int]:
-    """Return a dict from directory to bytes: the storage that a request to the planning service allows for
-    optimizer state.
-
-    An empty name means the folder where training starts.
-    """
+    """Return the bytes of storage that a request allows, by directory. Empty: the folder where training starts."""
     named = offload_of(scenario).storage
     if scenario.storage_bytes is None:
         return {named: ANY_BYTES} if named else {}
@@ -768,22 +756,14 @@ def params_of(job: Job) -> int:
 
 
 def check_plannable(scenario: Scenario) -> None:
-    """Refuse a request to the planning service with a DeepSpeed config that no plan can be applied to.
-
-    Raises:
-        ValueError: No plan can be applied. The message names the key to change.
-    """
+    """Raise ValueError, with the key to change, if no plan can be applied to the DeepSpeed config."""
     job = None if scenario.ds_config is None else scenario.job
     if job is not None and (refusal := plan_refusal(job.config, job.offload)):
         raise RuleError(refusal, "ds_config")
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
-    """Return the machine and the training workload of one rank that a request to the planning service describes.
-
-    Raises:
-        ValueError: The machine or the model is unknown or cannot be used.
-    """
+    """Return the machine and the workload. Raise ValueError if one of them is unknown or cannot be used."""
     machine = machine_of(scenario)
     return machine, workload_of(scenario, machine)
 

@@ -227,9 +227,7 @@ class Store:
         return None if row is None else str(row[0])
 
     def result(self, job: str) -> tuple[bytes, bool] | None:
-        """Return the result of a background job as a pair: the bytes, and True if the bytes are JSON.
-        Return None if the job has no result.
-        """
+        """Return the result of a job, and True if it is JSON. None: the job has no result."""
         row = self._row("SELECT result, is_json FROM jobs WHERE id = ?", job)
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
 

@@ -107,9 +107,7 @@ def launch(
 
 
 def operations_in(text: str) -> tuple[str, ...]:
-    """Return the names of the operations that torch's warnings call nondeterministic, given the output of a
-    training command.
-    """
+    """Return the operations that torch's warnings in a command's output call nondeterministic."""
     return tuple(dict.fromkeys(op or attention for op, attention in _NAMED.findall(text)))
 
 

@@ -35,9 +35,7 @@ class Tensor:
     copies_agree: bool = True
 
     def distance(self, other: "Tensor") -> float:
-        """Return the approximate Euclidean distance of two tensors, within a factor of two of the true one,
-        from their digests.
-        """
+        """Return the approximate Euclidean distance, within a factor of two of the true one."""
         return math.dist(self.sketch, other.sketch)
 
 

@@ -136,9 +136,7 @@ _SIZES: dict[str, tuple[str, ...]] = {
 
 
 def missing_size(config: Config) -> str | None:
-    """Return the first key that a Hugging Face config lacks although transformers has a default of the family for it.
-    Return None if there is no such key.
-    """
+    """Return the first key that a config leaves to a default of transformers, or None."""
     return next((key for key in _SIZES.get(str(config["model_type"]), ()) if config.get(key) is None), None)
 
 
@@ -157,8 +155,9 @@ def family_numbers(config: Config) -> Numbers | None:
 
 
 def changed_key(config: Config) -> tuple[str, Any] | None:
-    """Return the first key of a Hugging Face config by which the model differs from its family, and the value that the
-    key would have in the family. Return None if there is no such key.
+    """Return a Hugging Face config's first key that differs from the model family, with the family's value.
+
+    Return None if there is no such key.
     """
     family = str(config["model_type"])
     same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
