@@ -73,9 +73,7 @@ class StoredState(Protocol):
         ...
 
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
-        """Protect the present optimizer state on a drive from being overwritten, for a checkpoint. This never
-        blocks.
-        """
+        """Protect the present state on a drive from being overwritten, for a checkpoint. This never blocks."""
         ...
 
     def problem(self, page: bytes) -> str:
@@ -83,9 +81,7 @@ class StoredState(Protocol):
         ...
 
     def adopt(self, page: bytes) -> Collection[int]:
-        """Let training use the optimizer state of a checkpoint directly from the drive on which the checkpoint left it,
-        without a copy.
-        """
+        """Let training use a checkpoint's state directly from the drive on which it was left, without a copy."""
         ...
 
     def read(

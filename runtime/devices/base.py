@@ -168,10 +168,7 @@ class Device:
         """
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``.
-
-        Only for the training thread: on CUDA, PyTorch allocates memory for the current stream of the calling thread.
-        """
+        """Return an uninitialised tensor like ``like``. On CUDA it belongs to the calling thread's current stream."""
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:

@@ -145,9 +145,7 @@ class EarlyUpdates:
         return taken
 
     def away(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Return the subgroups with their newest optimizer state in a spare buffer, because an early update wrote it
-        there.
-        """
+        """Return the subgroups whose newest state is in a spare buffer, because an early update wrote it there."""
         return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
 
     def bring_back(self, state: SubgroupState) -> None:
@@ -220,9 +218,7 @@ class OpBodies:
         self._stale, self._stale_lock = set[int](), threading.Lock()
 
     def outdate(self, subgroups: Iterable[int]) -> None:
-        """Record that the optimizer state of the given subgroups has changed, or may change, in the memory where it
-        lives.
-        """
+        """Record that the state of the given subgroups has changed, or may change, in the memory where it lives."""
         with self._stale_lock:
             self._stale.update(subgroups)
 

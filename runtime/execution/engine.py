@@ -67,9 +67,7 @@ class TrainingEngine(Protocol):
         ...
 
     def units(self) -> Mapping[tuple[int, int], str]:
-        """Return a dict that maps each parameter to the name of the submodule that contains it, such as
-        ``model.layers.0``.
-        """
+        """Return the name of the submodule that contains each parameter, such as ``model.layers.0``."""
         ...
 
     def gradient_buffers(
@@ -87,15 +85,11 @@ class TrainingEngine(Protocol):
         ...
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """Return a subgroup's optimizer state, gradient and parameters, so that the session can move these tensors to
-        other memory.
-        """
+        """Return a subgroup's state, gradient and parameters, so that the session can move them to other memory."""
         ...
 
     def adopt(self, state: SubgroupState) -> None:
-        """Make the training framework refer to the tensors that now hold a subgroup's optimizer state, gradient and
-        parameters.
-        """
+        """Make the framework refer to the tensors that now hold a subgroup's state, gradient and parameters."""
         ...
 
     def settle(self) -> None:
@@ -103,9 +97,7 @@ class TrainingEngine(Protocol):
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
-        """Return the next step's optimizer hyperparameters for each subgroup, and advance the optimizer's step
-        counters.
-        """
+        """Return the next step's hyperparameters of each subgroup, and advance the optimizer's step counters."""
         ...
 
     def expected_step(self) -> tuple[list[UpdateStep], float]:
@@ -121,9 +113,7 @@ class TrainingEngine(Protocol):
         ...
 
     def publish(self) -> None:
-        """Wait for the latest step's updates, and make the training framework's own tensors show the new
-        optimizer state.
-        """
+        """Wait for the latest step's updates, and show the new state in the training framework's own tensors."""
         ...
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
@@ -135,9 +125,7 @@ class TrainingEngine(Protocol):
         ...
 
     def bucket_params(self) -> int:
-        """Return the number of gradient elements that the framework collects before it hands them to ebbtide
-        together.
-        """
+        """Return the number of gradient elements that the framework collects before it hands them over together."""
         ...
 
     def micro_batches(self) -> int:

@@ -111,9 +111,7 @@ class IssuedOps:
         self._latest_fetch.wait_host()
 
     def wait_under_way(self) -> None:
-        """Wait until the operations that were started in advance for the coming optimizer step, such as
-        copies, have ended.
-        """
+        """Wait for the operations that were started in advance for the coming optimizer step, such as copies."""
         _wait(self._issued)
 
     @property

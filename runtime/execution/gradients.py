@@ -152,11 +152,7 @@ class GradientOps:
             self._send(run.how, run.subgroup, run.offsets, run.whole(run.buffer), run.whole(run.source))
 
     def send_adjacent(self, subgroup: int, offsets: list[int], buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Start the device-to-host copy of several adjacent gradients of a subgroup.
-
-        Args:
-            offsets: First element of each gradient in the subgroup.
-        """
+        """Start the device-to-host copy of adjacent gradients, each with its first element in the subgroup."""
         self._leave()
         self._send(SEND, subgroup, offsets, buffer, source)
 
@@ -232,9 +228,7 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return a list with the `Completion` that marks the end of a subgroup's latest gradient copy to host
-        memory.
-        """
+        """Return the end of a subgroup's latest gradient copy to host memory, in a list. Empty if there is none."""
         self._leave()
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
@@ -487,9 +481,7 @@ class GradientBuffers(Generic[Piece]):
             )
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor with which an optimizer step unscaled and clipped the gradients. None if the
-        step is skipped.
-        """
+        """Record the factor by which a step unscaled and clipped the gradients. None: the step is skipped."""
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
         """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its update."""

@@ -463,11 +463,7 @@ class Session:
         self.pausing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
-        """Call the functions that must run after each optimizer step (``after_step``), such as the start of
-        a checkpoint.
-
-        The training framework must have completed its optimizer step.
-        """
+        """Call the functions of ``after_step``. The framework must have completed its optimizer step."""
         for call in self.after_step:
             call()
 

@@ -51,9 +51,7 @@ class Layout:
         self.file_bytes = tuple(ends)
 
     def with_more(self, sizes: Mapping[int, Sequence[int]]) -> Layout:
-        """Return a layout of optimizer state on drives with further subgroups, placed after the subgroups of this
-        layout.
-        """
+        """Return a layout with further subgroups, placed after the subgroups of this layout."""
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:

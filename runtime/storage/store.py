@@ -348,9 +348,7 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the step numbers of the checkpoints that an earlier run left on the drives and that this run would
-        overwrite.
-        """
+        """Return the steps of the checkpoints that an earlier run left on the drives and this run would overwrite."""
         return tuple(self._versions.unclaimed)
 
     @property
@@ -390,10 +388,7 @@ class ExtentStore:
             return found[0]
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups with state that was restored directly on the drives since the last call of this method.
-
-        The state of these subgroups need not be written to the drives again.
-        """
+        """Return the subgroups that were restored on the drives since the last call, which need not be written."""
         with self._condition:
             taken, self._versions.adopted = self._versions.adopted, set()
             return taken

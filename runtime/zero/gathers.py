@@ -383,9 +383,7 @@ class Gathers:
         self._at_rest = True
 
     def blank(self) -> None:
-        """Make small ZeRO-3 parameters empty, like all other partitioned parameters, as DeepSpeed's checkpoints
-        require.
-        """
+        """Make small ZeRO-3 parameters empty, like all other partitioned ones, as DeepSpeed's checkpoints require."""
         for parameter, stand_in in self._stand_ins:
             if private.is_partitioned(parameter):
                 parameter.data = stand_in.new_empty(0)

@@ -212,9 +212,7 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
     # -- step --------------------------------------------------------------------------------
 
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
-        """Check all elements of a gradient for infinity and NaN, and record the result on the GPU. Elements that other
-        ranks own are checked too, as in stock DeepSpeed.
-        """
+        """Check all elements of a gradient, as stock DeepSpeed does, also those that other ranks own."""
         # Stock DeepSpeed copies the result of each check to the host immediately.
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))
@@ -501,10 +499,7 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
         return "device"
 
     def gathers(self) -> None:
-        """Return None, because ZeRO-1 and 2 never gather partitioned parameters.
-
-        Under ZeRO-3 this method returns how often forward and backward gather each parameter.
-        """
+        """Return None, because ZeRO-1 and 2 never gather partitioned parameters."""
 
     def zero_stage(self) -> ZeroStage:
         return 2 if self.partition_gradients else 1

@@ -402,11 +402,7 @@ class OneBuffer(Windows):
         """
 
     def make_spares(self) -> None:
-        """Allocate no spare gradient buffers.
-
-        The base class keeps the previous step's gradients in such buffers. In this class, new gradients overwrite the
-        previous step's gradients.
-        """
+        """Allocate no spare buffers, because new gradients overwrite those of the previous step."""
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
         kept = self._widen(piece)

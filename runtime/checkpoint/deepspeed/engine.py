@@ -543,10 +543,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         self.close()
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether DeepSpeed has to clone tensors before it passes them to `save`.
-
-        The result is False while ebbtide saves a checkpoint, and True at other times. The method's name is DeepSpeed's.
-        """
+        """Return False while ebbtide saves a checkpoint, so that DeepSpeed clones no tensors for `save`."""
         return self._save is None
 
     # -- loading: around engine.load_checkpoint

@@ -212,9 +212,7 @@ def _delete(folder: Path, files: Files) -> bool:
 
 
 def newest_beside(directory: Path) -> Path | None:
-    """Return the folder next to ``directory`` that contains the newest committed checkpoint, or None if there
-    is none.
-    """
+    """Return the folder next to ``directory`` with the newest committed checkpoint, or None if there is none."""
     result = [c for folder in siblings(directory) for c in committed(folder)]
     newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
     return None if newest is None else newest.folder.parent

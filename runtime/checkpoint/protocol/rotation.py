@@ -185,9 +185,7 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """Return whether the file that marks a save as being in progress (the note) must stay on disk after the
-        save.
-        """
+        """Return whether this note must stay on disk after its save."""
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))
 
@@ -236,9 +234,7 @@ def _origin(save_dir: Path, place: Path) -> Path:
 
 
 def settle(save_dir: Path) -> None:
-    """Clean up a folder of checkpoints after a crash: restore those that were deleted during a save which was never
-    committed.
-    """
+    """Clean up a folder of checkpoints after a crash: restore those deleted for a save that was never committed."""
     with _alone(save_dir / NOTES) as notes:
         if notes is not None:
             _settle(save_dir, notes)

@@ -204,9 +204,7 @@ class BlockWriter:
 
     @property
     def progress_s(self) -> float:
-        """Return the time from which the deadline for writing the next block is counted, in seconds of the monotonic
-        clock.
-        """
+        """Return the monotonic time, in seconds, from which the deadline for writing the next block is counted."""
         # Two events start the deadline again: a block was written, or an update began to wait for a block.
         return self._progress_s
 

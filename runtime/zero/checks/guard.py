@@ -114,9 +114,7 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(model: Any, config: Mapping[str, Any]) -> None:
-    """Check that a model is supported before DeepSpeed builds an engine from it, which takes minutes for a
-    large model.
-    """
+    """Check that a model is supported before DeepSpeed builds an engine, which takes minutes for a large one."""
     stage = at(as_deepspeed_reads(config), f"{ZERO}.stage") or 0
     if stage < 3 and hasattr(model, "modules") and private.has_experts(model):
         raise ConfigError(_EXPERTS)
