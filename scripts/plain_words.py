@@ -22,7 +22,7 @@ FOLDERS = ("ebbtide", "simulator", "tuner", "profiler", "runtime", "studies", "s
 MOST_ODD_PCT, MOST_KNOTTED_PCT = 0.5, 1.0
 MOST_SUBJECT_CHARACTERS = 72
 # Largest allowed lines of docstrings divided by lines of code. The aim is 0.22 for each package.
-MOST_LINES = {"simulator": 0.255, "tuner": 0.205, "profiler": 0.175, "runtime": 0.245, "studies": 0.205, "tests": 0.06}
+MOST_LINES = {"simulator": 0.255, "tuner": 0.205, "profiler": 0.175, "runtime": 0.23, "studies": 0.205, "tests": 0.06}
 ODD = re.compile(
     r"(what|whether|how|where|when|which|who|whom|whose|why|of|in|on|at|by|behind|before|after|besides?|between|from|to|for"
     r"|with|without|until|till|as|than|through|throughout|under|over|above|below|into|onto|since|while|if|though|although"

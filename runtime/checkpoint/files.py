@@ -28,10 +28,7 @@ class Files:
         return function(*args)
 
     def point(self, name: str) -> None:
-        """Mark a named moment of a checkpoint's commit. This method does nothing.
-
-        Tests override it, for example to end the process at this moment.
-        """
+        """Mark a named moment of a checkpoint's commit. Tests override this, for example to end the process there."""
 
     def _retry(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         while True:

@@ -64,16 +64,11 @@ class StoredState(Protocol):
         ...
 
     def committed_apart(self) -> AbstractContextManager[None]:
-        """Return a context manager for making the engine's state dicts for a checkpoint that leaves optimizer state on
-        drives.
-
-        Inside the ``with`` block, making the state dicts does not wait for writes to a drive, because the checkpoint
-        itself commits the state on the drives.
-        """
+        """Return a context where state dicts do not wait for drives, because the checkpoint commits that state."""
         ...
 
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
-        """Protect the present state on a drive from being overwritten, for a checkpoint. This never blocks."""
+        """Protect the present optimizer state on a drive from being overwritten. This never blocks."""
         ...
 
     def problem(self, page: bytes) -> str:
@@ -81,15 +76,13 @@ class StoredState(Protocol):
         ...
 
     def adopt(self, page: bytes) -> Collection[int]:
-        """Let training use a checkpoint's state directly from the drive on which it was left, without a copy."""
+        """Let training use a checkpoint's optimizer state on the drive where it was left, without a copy."""
         ...
 
     def read(
         self, page: bytes, adopted: Collection[int]
     ) -> AbstractContextManager[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """Return a context manager that gives the tensors of a checkpoint's optimizer state on drives, so that the
-        caller can copy them.
-        """
+        """Return a context manager that gives the tensors of a checkpoint's optimizer state on drives."""
         # The caller must copy the tensors inside the ``with`` block.
         ...
 
@@ -179,9 +172,7 @@ class LiveState:
     def before_update(self, subgroup: int) -> None:
         """Wait until an update may overwrite a subgroup's state. Call this directly before the update.
 
-        This returns immediately if no checkpoint is in progress, or if the checkpoint has already written the subgroup
-        to disk. Otherwise the bytes that the checkpoint still needs are copied to reserved host memory. If that memory
-        is full, this returns only when these bytes are on disk.
+        A checkpoint's unwritten bytes are first copied to reserved host memory or, if it is full, written to disk.
 
         Raises:
             CheckpointError: The disk made no progress within the deadline.

@@ -73,10 +73,7 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
-        """Copy a tensor on a lane (a queue of copies in one direction).
-
-        With a ``stream``, return as soon as the copy has been issued to the stream, and else when it is complete.
-        """
+        """Copy a tensor. With a ``stream``, return once the copy is issued to it, otherwise when it is complete."""
         del lane, stream
         host.copy(to, source)
 
@@ -85,15 +82,7 @@ class Device:
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-        """Compile the GPU kernels for optimizer updates in advance, so that no training step waits for the compiler.
-
-        Args:
-            steps: Example hyperparameters of an update, one set for each variant of the update kernel. Variants differ
-                in the form of weight decay, for example.
-            tensors: Number of tensors in a subgroup's optimizer state.
-            gradient: Dtype of gradients.
-            wire: Dtype of the model's parameters.
-        """
+        """Compile kernels that update ``tensors`` tensors, one for each variant in ``steps``, so that no step waits."""
 
     def update(
         self,
@@ -150,10 +139,7 @@ class Device:
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Return a tensor that a background copy can read even after the caller has dropped ``source``.
-
-        The caller may overwrite ``source`` only after `before_reuse`.
-        """
+        """Return a tensor that stays readable without ``source``. Overwrite ``source`` only after `before_reuse`."""
         del stream
         return source
 
@@ -161,14 +147,10 @@ class Device:
         """Keep a GPU tensor's memory from being reused until the work issued to the current stream has read it."""
 
     def before_reuse(self, copied: Completion) -> None:
-        """Wait until a background copy of a gradient to host memory has ended, so that the gradient may be overwritten.
-
-        Args:
-            copied: The object that marks the end of the copy.
-        """
+        """Wait until a gradient's background copy to host memory has ended, so that it may be overwritten."""
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor like ``like``. On CUDA it belongs to the calling thread's current stream."""
+        """Return an uninitialised tensor. Only for the training thread: CUDA memory belongs to its current stream."""
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:

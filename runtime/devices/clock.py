@@ -88,7 +88,6 @@ class DeviceClock:
     """
 
     def __init__(self, event: Any, host: Callable[[], float] = time.perf_counter) -> None:
-        """Start a clock that converts the times of GPU events to the host's clock."""
         self._host = host
         self.latest = Mark(event, host(), None, host)
         self._undated: deque[Mark] = deque()

@@ -49,13 +49,7 @@ class Completion:
 
     @classmethod
     def done(cls, event: Event | None = None) -> "Completion":
-        """Return the completion of an operation that has already ended, or that has been issued to a CUDA stream.
-
-        Other code can wait for the end of the operation through its completion.
-
-        Args:
-            event: CUDA event that marks the end of the operation in its stream. If None, the operation has ended.
-        """
+        """Return the completion of an operation that ends at ``event`` in a stream, or has ended if it is None."""
         completion = cls.__new__(cls)  # without an event of its own, which takes longer than all else here
         completion.issued, completion.event, completion.error = _ISSUED, event, None
         completion.label, completion.start_event, completion.start_s, completion.end_s = "", None, 0.0, 0.0
@@ -118,12 +112,7 @@ class LaneQueue:
         *,
         own_thread: bool = True,
     ) -> None:
-        """Start a lane: a worker that runs operations in order.
-
-        Args:
-            begin: Function that the lane's thread calls first, to bind itself to CPU cores and select its GPU.
-            own_thread: If False, `submit` issues operations on the calling thread. Only one thread may then call it.
-        """
+        """Start the lane. Its thread first calls ``begin``. Without such a thread, only one thread may submit."""
         self.name = name
         self._begin = begin
         self.stream = stream

@@ -94,12 +94,7 @@ class EarlyUpdates:
     def __init__(
         self, device: Device, states: Sequence[SubgroupState], updated_early: Sequence[bool], *, shared: bool = False
     ) -> None:
-        """Reserve spare buffers in host memory for the subgroups that are updated before the gradient norm is known.
-
-        Args:
-            updated_early: For each subgroup, whether the plan updates it early.
-            shared: True if their state is part of larger tensors that the training framework keeps (see `bring_back`).
-        """
+        """Reserve host buffers. With ``shared``, the state is part of larger tensors that stay (see `bring_back`)."""
         states = [state for state in states if updated_early[state.index]]
         self._device = device
         self._kept = {s.index: s.state for s in states} if shared else {}
@@ -145,14 +140,13 @@ class EarlyUpdates:
         return taken
 
     def away(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Return the subgroups whose newest state is in a spare buffer, because an early update wrote it there."""
+        """Return the subgroups with their newest optimizer state in a spare buffer, where an early update wrote it."""
         return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
 
     def bring_back(self, state: SubgroupState) -> None:
-        """Copy a subgroup's optimizer state from a spare buffer back to the training framework's own tensors.
+        """Copy optimizer state from a spare buffer, where an early update wrote it, to the framework's own tensors.
 
-        The state is in the spare buffer because an early update has written it there. After this call, training uses
-        the framework's tensors. No update of the subgroup may be running.
+        No update of the subgroup may be running.
         """
         origin = self._kept[state.index]
         for to, source in zip(origin, state.state, strict=True):
@@ -218,7 +212,7 @@ class OpBodies:
         self._stale, self._stale_lock = set[int](), threading.Lock()
 
     def outdate(self, subgroups: Iterable[int]) -> None:
-        """Record that the state of the given subgroups has changed, or may change, in the memory where it lives."""
+        """Record that the subgroups' optimizer state has changed, or may change, in the memory where it lives."""
         with self._stale_lock:
             self._stale.update(subgroups)
 

@@ -67,7 +67,7 @@ class TrainingEngine(Protocol):
         ...
 
     def units(self) -> Mapping[tuple[int, int], str]:
-        """Return the name of the submodule that contains each parameter, such as ``model.layers.0``."""
+        """Return for each parameter the name of the submodule that contains it, such as ``model.layers.0``."""
         ...
 
     def gradient_buffers(
@@ -77,15 +77,11 @@ class TrainingEngine(Protocol):
         ...
 
     def prepare(self, device: Device) -> None:
-        """Prepare the training framework's buffers for the first plan: divide each buffer that several subgroups share.
-
-        Without the division, a shared buffer would stay allocated until the last of its subgroups has moved to the
-        plan's buffers.
-        """
+        """Divide shared buffers before the first plan, so that none stays until the last of its subgroups moves."""
         ...
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """Return a subgroup's state, gradient and parameters, so that the session can move them to other memory."""
+        """Return a subgroup's optimizer state, gradient and parameters, so that the session can move them."""
         ...
 
     def adopt(self, state: SubgroupState) -> None:
@@ -97,7 +93,7 @@ class TrainingEngine(Protocol):
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
-        """Return the next step's hyperparameters of each subgroup, and advance the optimizer's step counters."""
+        """Return the next step's hyperparameters by subgroup, and advance the optimizer's step counters."""
         ...
 
     def expected_step(self) -> tuple[list[UpdateStep], float]:
@@ -113,7 +109,7 @@ class TrainingEngine(Protocol):
         ...
 
     def publish(self) -> None:
-        """Wait for the latest step's updates, and show the new state in the training framework's own tensors."""
+        """Wait for the latest step's updates, and make the framework's own tensors show the new optimizer state."""
         ...
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:

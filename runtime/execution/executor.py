@@ -93,11 +93,7 @@ class IssuedOps:
             self.store.check_restored([subgroup])
 
     def wait_all(self) -> None:
-        """Wait until all operations of the launched optimizer steps have ended. Raise the first error of an operation.
-
-        Operations that were started in advance for a step that is not launched yet are not waited for (see
-        `wait_ahead`).
-        """
+        """Wait for the operations of launched steps, but not for those of `wait_ahead`. Raise the first error."""
         _wait(self._own)
         self._latest_fetch.wait_host()
 
@@ -111,7 +107,7 @@ class IssuedOps:
         self._latest_fetch.wait_host()
 
     def wait_under_way(self) -> None:
-        """Wait for the operations that were started in advance for the coming optimizer step, such as copies."""
+        """Wait for the operations, such as copies, that were started in advance for the coming optimizer step."""
         _wait(self._issued)
 
     @property
@@ -160,14 +156,7 @@ class Executor(IssuedOps):
         store: ExtentStore | None = None,
         arrival: Sequence[int] | None = None,
     ) -> None:
-        """Start the threads and streams that run the copies and updates of a plan.
-
-        Args:
-            store: Store of the subgroups that have their state on a drive. The state passes through the host buffers
-                of ``made``.
-            arrival: Order in which the subgroups' gradients become complete in backward. None for the order from the
-                last subgroup to the first.
-        """
+        """Start threads and streams. ``arrival`` is the order of complete gradients. None: the last subgroup first."""
         plan, states = made.plan, made.states
         super().__init__(device, states, store)
         self.slots, self.host_slots = made.slots, made.host_slots
@@ -224,14 +213,10 @@ class Executor(IssuedOps):
         self.issue.backward(None, early=early_updates)
 
     def update_early(self, subgroup: int, job: SubgroupJob) -> None:
-        """Start a subgroup's update during backward, before the gradient norm is known.
+        """Start a subgroup's early update, which writes to spare buffers until `settle` commits or drops it.
 
-        The update runs after the subgroup's gradient is complete, and writes to spare buffers. If the subgroup's
-        state is copied to the GPU for the update, the update also waits for this copy. `settle` later commits or
-        drops the update.
-
-        Args:
-            job: The update that the step needs if it neither clips nor overflows.
+        The update waits for the subgroup's gradient and, if it is staged, for the copy of its state to the GPU. ``job``
+        is the update of a step that neither clips nor overflows.
         """
         self._begin_ahead()
         self._ready[subgroup] = job
@@ -397,8 +382,7 @@ class Executor(IssuedOps):
     def state_loaded(self) -> None:
         """Make all subgroups use the optimizer state that a checkpoint load has restored.
 
-        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a drive is written
-        there, unless the load used the state that was on the drive already.
+        State that belongs on a drive is written there, unless the load used the state that was on the drive already.
         """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
@@ -406,11 +390,7 @@ class Executor(IssuedOps):
         self.bodies.outdate(adopted)
 
     def state_shown(self) -> None:
-        """Mark the optimizer state in staging buffers on the GPU as outdated, since the caller may change the original.
-
-        The state is then copied to the GPU again. The method first waits until the running copies to
-        staging buffers have ended.
-        """
+        """Wait for running copies to staging buffers, and outdate them, since the caller may change the original."""
         self.drop_early_updates()
         for staged in self._staged.values():
             staged.came.wait_host()

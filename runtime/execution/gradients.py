@@ -152,16 +152,14 @@ class GradientOps:
             self._send(run.how, run.subgroup, run.offsets, run.whole(run.buffer), run.whole(run.source))
 
     def send_adjacent(self, subgroup: int, offsets: list[int], buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Start the device-to-host copy of adjacent gradients, each with its first element in the subgroup."""
+        """Start the device-to-host copy of adjacent gradients, which begin at ``offsets`` in the subgroup."""
         self._leave()
         self._send(SEND, subgroup, offsets, buffer, source)
 
     def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a parameter's gradient of the previous optimizer step to host memory, before the present step overwrites
-        it.
+        """Copy a gradient of the previous step to host memory before it is overwritten, unlike the simulated schedule.
 
-        Stock DeepSpeed applies this old gradient again if the present step's last micro-batch gives the parameter no
-        gradient. The copy lets ebbtide do the same. The simulated schedule has no such copy.
+        Stock DeepSpeed applies it again if the present step's last micro-batch gives the parameter no gradient.
         """
         self._leave()
         self._send(SEND, subgroup, [offset], buffer, source)
@@ -189,13 +187,10 @@ class GradientOps:
             left -= n
 
     def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a micro-batch's gradient to the sum of earlier ones, and return the sum in GPU memory, for the caller's
-        stream to read.
+        """Add a gradient to ``base``, the sum in host memory. Return the sum in GPU memory, for the caller's stream.
 
-        The sum of earlier gradients, ``base``, is in host memory and is copied to the GPU first. This copy can happen
-        even under a plan that sums the subgroup's gradients in GPU memory, although the simulated schedule of such a
-        plan has no such copy. There are two reasons: an earlier plan has left the sum in host memory, or the first
-        micro-batch gave the parameter no gradient, so that GPU memory has no sum yet.
+        Unlike in the simulated schedule, a plan that sums the gradients in GPU memory may need this copy: an earlier
+        plan has left the sum in host memory, or the first micro-batch gave the parameter no gradient.
         """
         self._leave()
         stream = self._lanes[FETCH_SUM.lane].stream
@@ -228,7 +223,7 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return the end of a subgroup's latest gradient copy to host memory, in a list. Empty if there is none."""
+        """Return the `Completion` of a subgroup's latest gradient copy to host memory in a list, if there is one."""
         self._leave()
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
@@ -334,14 +329,11 @@ class GradientBuffers(Generic[Piece]):
             self._completed(subgroup)
 
     def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
-        """Store this rank's part of a parameter's gradient, or add the part to the sum of earlier micro-batches.
-
-        Return the sum in GPU memory, for the gradient norm.
+        """Store this rank's part of a gradient, or add it to the sum. Return the sum on the GPU, for the gradient norm.
 
         Args:
-            gradient: Flat gradient in the accumulation dtype, on the GPU. It may be shorter than the
-                parameter's part: the rest is padding and stays zero.
-            first: True for the first micro-batch of an optimizer step, which replaces the sum. Others are added to it.
+            gradient: Flat, in the accumulation dtype, on the GPU. If it is shorter than the part, the rest stays zero.
+            first: True for the first micro-batch of an optimizer step, which replaces the sum.
             boundary: True for the last micro-batch of an optimizer step.
         """
         total = self._take(piece, gradient, first=first, boundary=boundary)
@@ -427,9 +419,7 @@ class GradientBuffers(Generic[Piece]):
     # -- another plan ------------------------------------------------------------------------
 
     def make_spares(self) -> None:
-        """Allocate the additional gradient buffers that backward will need, so that backward allocates no memory
-        itself.
-        """
+        """Allocate the further gradient buffers of backward, so that backward allocates no memory itself."""
 
     def spare_bytes(self) -> int:
         """Return the bytes of host memory that gradients take in addition to one gradient buffer per subgroup."""
@@ -481,7 +471,7 @@ class GradientBuffers(Generic[Piece]):
             )
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor by which a step unscaled and clipped the gradients. None: the step is skipped."""
+        """Record the factor with which a step unscaled and clipped the gradients, or None if it is skipped."""
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
         """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its update."""

@@ -197,18 +197,14 @@ class Recorder:
 
     @property
     def step_issue_s(self) -> float:
-        """Return the median CPU seconds that ``step()`` takes until it has started all updates, over the latest steps.
+        """Return the median CPU seconds that ``step()`` takes to start all updates, without waits for the GPU.
 
-        Waits for the GPU are left out. The result is 0 if the model runs on the CPU, because its forward and backward
-        then use the same cores.
+        It is 0 if the model runs on the CPU, because its forward and backward then use the same cores.
         """
         return statistics.median(self._issued) if self._issued and self.device.name == "cuda" else 0.0
 
     def watch(self) -> None:
-        """Start to measure in forward and backward when each gradient is computed, and when the GPU waits for copies.
-
-        Only the first micro-batch of each step is measured.
-        """
+        """Start to measure in first micro-batches when gradients are computed, and when the GPU waits for copies."""
         self.device.watched = WatchedPasses(self.device)
 
     def unwatch(self) -> None:
@@ -224,11 +220,9 @@ class Recorder:
             self.device.watched.forget(self.iteration - 1)
 
     def passes(self) -> list[Pass]:
-        """Return the forwards and backwards that were measured since `watch` was called and that the GPU has finished.
+        """Return the forwards and backwards of first micro-batches since `watch` that the GPU has finished.
 
-        Each has its start and end, its waits for copies, and the times at which gradients were computed. Only the first
-        micro-batch of a step is measured. For ZeRO-1 and 2, the list also contains the exchange of updated parameters
-        among ranks at the end of each step.
+        For ZeRO-1 and 2, the list also contains the exchange of updated parameters at the end of each step.
         """
         return [] if self.device.watched is None else self.device.watched.passes()
 
@@ -293,11 +287,7 @@ class Session:
     """
 
     def __init__(self, engine: TrainingEngine, plan: Plan, device: Device, *, overlap_forward: bool = True) -> None:
-        """Start the execution of a plan on a training engine.
-
-        Args:
-            overlap_forward: If False, every step waits for its updates, whatever the plan says.
-        """
+        """Start a plan. Without ``overlap_forward``, every step waits for its updates, whatever the plan says."""
         self.engine = engine
         self.device = device
         self.overlaps = overlap_forward and engine.overlaps_forward
@@ -378,12 +368,7 @@ class Session:
 
     @property
     def saves_in_flight(self) -> bool:
-        """Return whether a checkpoint is collecting the state dicts at present, and the plan keeps optimizer state on a
-        drive.
-
-        While this is so, code that reads state does not wait for updates that still write to the drive. The checkpoint
-        waits for these writes later.
-        """
+        """Return whether state dicts are being collected, and reads wait for no drive: the checkpoint does later."""
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
@@ -436,13 +421,10 @@ class Session:
             self._register_saved()
 
     def update(self, scale: float) -> None:
-        """Start the updates of an optimizer step in the background.
-
-        Args:
-            scale: Factor that unscales and clips the gradients.
+        """Start the updates of an optimizer step in the background. ``scale`` unscales and clips the gradients.
 
         Raises:
-            RuntimeError: The engine has not ended the accumulation of micro-batches (`GradientBuffers.close_window`).
+            RuntimeError: The engine has not ended the accumulation (`GradientBuffers.close_window`).
         """
         self.gradient_buffers.check_closed()
         self.gradient_buffers.stepped(scale)
@@ -463,7 +445,7 @@ class Session:
         self.pausing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
-        """Call the functions of ``after_step``. The framework must have completed its optimizer step."""
+        """Call the functions of ``after_step``, such as a checkpoint's start, after the framework's own step."""
         for call in self.after_step:
             call()
 

@@ -36,12 +36,10 @@ _door, _tells = "", True  # see `enable`
 def enable(door: str, *, tells: bool = True) -> None:
     """Make every engine with the key ``"ebbtide"`` in its DeepSpeed config run under the plan given there.
 
-    Call it before or after ``import deepspeed``. A second call changes nothing. A name imported from DeepSpeed
-    earlier (``from deepspeed import initialize``) remains DeepSpeed's unmodified function.
+    Call it before or after ``import deepspeed``. Functions that were imported from DeepSpeed earlier stay unmodified.
 
     Args:
-        door: Name of the ebbtide module whose ``initialize`` receives the calls of ``deepspeed.initialize``. It
-            is imported on first use.
+        door: Name of the ebbtide module with the ``initialize`` to call instead. It is imported on first use.
         tells: True to print when an engine trains without the key.
     """
     global _door, _tells

@@ -128,11 +128,10 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 
 
 def without_config(call: Mapping[str, Any], source: str | None) -> dict[str, Any]:
-    """Return the arguments of a call of ``deepspeed.initialize`` without the config, so that another can be passed.
+    """Return the arguments of a ``deepspeed.initialize`` call without the config, so that another can be passed.
 
-    Args:
-        source: Attribute of the script's parsed arguments that held the config, if any. It is None in a copy of them,
-            because DeepSpeed accepts only one config.
+    The attribute ``source`` of the script's arguments, if it held the config, is None in a copy of them, because
+    DeepSpeed accepts only one config.
     """
     options = {name: value for name, value in call.items() if name not in _CONFIGS}
     if source is not None:

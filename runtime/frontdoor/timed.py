@@ -138,7 +138,6 @@ class _Timer:
 
 
 def _check(job: Mapping[str, Any], facts: Iterable[tuple[str, Any, Any, str]]) -> None:
-    """End the process if a fact about the training is not as wanted. What is not known is None, and passes."""
     for name, wanted, real, what in facts:
         if real is not None and real != wanted:
             _write(job, refused={"setting": name, "wanted": wanted, "real": real, "what": what})
@@ -153,7 +152,6 @@ def _write(job: Mapping[str, Any], **line: Any) -> None:
 
 
 def _given_facts(model: torch.nn.Module | None, job: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield the facts that are known before the engine is built, which a wrong one may keep from being built."""
     yield "gpus", job["gpus"], world_size(), "ranks"
     if isinstance(model, torch.nn.Module):
         elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())

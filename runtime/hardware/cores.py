@@ -16,21 +16,18 @@ SYSFS = Path("/sys")
 def update_cores(
     pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = (), masks: Sequence[Collection[int]] = ()
 ) -> list[int]:
-    """Return the CPU cores for one rank's optimizer updates, ordered by physical core. Empty if the operating system
-    has no CPU affinity.
+    """Return a rank's CPU cores for optimizer updates, by physical core. Empty if the system has no CPU affinity.
 
-    These are the allowed cores of the GPU's NUMA node, less one physical core for the rank's training thread. Ranks
-    with the same allowed cores, as in a container, divide these cores among themselves. A launcher that binds each rank
-    to cores of its own (``deepspeed --bind_cores_to_rank``) has divided them already. A container's CPU quota limits
-    the number of cores.
+    These are the allowed cores of the GPU's NUMA node, less one physical core for the rank's training thread, and at
+    most a container's CPU quota. Ranks with the same allowed cores, as in a container, divide these among themselves.
+    A launcher that binds each rank to cores of its own (``deepspeed --bind_cores_to_rank``) has divided them already.
 
     Args:
         pci_address: PCI address of the GPU, like ``0000:3b:00.0``. None selects any NUMA node.
-        gpus: PCI addresses of all ranks' GPUs on this host, in the order of ranks, if this process sees them all.
-            Otherwise ranks are assumed to be distributed evenly over NUMA nodes.
-        masks: Allowed cores of each rank on this host, in the order of ranks. If this is empty, a process that may use
-            all cores of the machine is assumed to share them with the other ranks. A process that may use fewer cores
-            is assumed to have been bound to them by a launcher.
+        gpus: PCI addresses of the GPUs of all ranks on this host, in order. If empty, ranks are assumed to be spread
+            evenly over NUMA nodes.
+        masks: Allowed cores of all ranks on this host, in order. If empty, a process that may use all cores is assumed
+            to share them with the other ranks. One that may use fewer is assumed to be bound to them by a launcher.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
@@ -64,9 +61,7 @@ def _own(
 
 
 def threads_of_updates(cores: int, sysfs: Path = SYSFS) -> int:
-    """Return how many of ``cores`` CPU cores update optimizer state if `update_cores` leaves the others to the training
-    thread of one rank: a physical core, or one core of a container's CPU quota.
-    """
+    """Return ``cores`` less those of one training thread: a physical core, or one core of a container's quota."""
     spared = len(_physical(near_cores(None, sysfs), sysfs)[0]) if cpu_quota() is None else 1
     return max(1, cores - spared)
 

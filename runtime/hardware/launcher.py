@@ -96,12 +96,10 @@ def one_node() -> bool:
 
 
 def only_rank(environment: Mapping[str, str], command: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment variables that a launcher would set for a single training process, such as the rank and a
-    free port. Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing.
+    """Return the environment variables that a launcher would set for one process. Without them DeepSpeed needs mpi4py.
 
-    Return nothing if a launcher has started this process, or if ``command`` is anything but ``python`` with a script
-    that may train. The variable `ALONE` tells ebbtide's startup hook which variables to remove if the script starts
-    ranks itself.
+    Return nothing if a launcher has started this process, or if ``command`` is not ``python`` with a script that may
+    train. `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
     """
     if not VARIABLES.isdisjoint(environment) or (command and not _starts_alone(command)):
         return {}
@@ -118,9 +116,8 @@ def _starts_alone(command: Sequence[str]) -> bool:
 def free_port() -> int:
     """Return a TCP port of the loopback interface that is free now.
 
-    A connection to the port has been closed just now. For a minute, the kernel therefore gives the port to no program
-    that asks for any free port. A program that asks for this port gets it, if it sets ``SO_REUSEADDR``. PyTorch and
-    uvicorn do.
+    A connection to it has just been closed. For a minute the kernel therefore gives it only to programs that ask for
+    this port and set ``SO_REUSEADDR``, as PyTorch and uvicorn do.
     """
     with socket.create_server(("127.0.0.1", 0), backlog=1) as server:  # create_server sets SO_REUSEADDR
         port: int = server.getsockname()[1]

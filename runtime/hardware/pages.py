@@ -14,16 +14,14 @@ _MADV_DONTNEED = 4  # value on Linux. mmap has the constant only for its own map
 
 
 def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate host memory that shares no page with other memory, as a tensor.
+    """Allocate host memory that shares no page with other memory, so that page-locking affects no other tensor.
 
-    Page-locking then affects no other tensor, and a checkpoint can write the memory with O_DIRECT without a copy. The
-    memory uses huge pages if the system offers them: locking is faster, and a CPU update takes 7 to 10% less time
-    (measured on two cores).
+    A checkpoint can write it with O_DIRECT without a copy. Huge pages make locking faster, and a CPU update takes 7 to
+    10% less time (measured on two cores).
 
-    A forked process, such as a dataloader's worker, has no access to this memory. Without this exclusion, Linux would
-    copy each page that is written after the fork, and the GPU would go on using the old page. A forked process that
-    accesses the optimizer's state therefore gets a SIGSEGV. Start workers that save or read state by ``spawn``, or use
-    threads.
+    A forked process, such as a dataloader's worker, gets a SIGSEGV if it accesses this memory. Otherwise Linux would
+    copy each page that is written after the fork, and the GPU would go on using the old page. Start workers that save
+    or read state by ``spawn``, or use threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -33,12 +31,9 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def discard(address: int, length_bytes: int) -> None:
-    """Give memory back to the operating system: all pages that lie entirely in the given address range. Their content
-    is lost.
+    """Give the whole pages of an address range, which must not be page-locked, back to the operating system.
 
-    Use it for parts of a large buffer whose content has been moved, while other parts are still in use. The address
-    range stays mapped. The pages then read as zeros, or keep their content if the system ignores the request. The
-    memory must not be page-locked.
+    The range stays mapped. Its pages then read as zeros, or keep their content if the system ignores the request.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + length_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin

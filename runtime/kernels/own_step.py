@@ -61,13 +61,9 @@ class OwnStepRule(UpdateRule):
     own_step = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, group_by_group: bool = False) -> None:
-        """Create the update rule for an optimizer that ebbtide has no kernel for. Updates call the optimizer's own
-        ``step()``.
+        """Create the rule. With ``group_by_group``, each ``step()`` sees one group only, as under ZeRO-1 and 2.
 
-        Args:
-            group_by_group: If True, each call of ``step()`` sees only one parameter group, the group of the master
-                parameter that it updates. If False, it also sees the other groups, but without their parameters. Stock
-                DeepSpeed calls ``step()`` for one group at a time under ZeRO-1 and 2.
+        Otherwise it also sees the other groups, but without their parameters.
         """
         self._optimizer, self._group_by_group = optimizer, group_by_group
         self._mine = _copy_of(optimizer)

@@ -63,9 +63,7 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
-        """Build an update rule with results bit-identical to those of a given DeepSpeed optimizer.
-
-        The CPU op that this optimizer uses is run, to find out how it rounds.
+        """Build a rule that is bit-identical to a DeepSpeed optimizer's CPU op, which is run to find out how it rounds.
 
         Raises:
             UnknownRoundingError: The op was built in a way that ebbtide's kernels cannot reproduce.
@@ -76,21 +74,11 @@ class UpdateRule(ABC):
         return rule
 
     def ask(self, op: Any) -> None:
-        """Choose the variant of this update rule that gives results bit-identical to those of DeepSpeed's CPU op.
-
-        The installed DeepSpeed's op is run, and its results are compared with those of each variant.
-
-        Raises:
-            UnknownRoundingError: No known variant gives bit-identical results.
-        """
+        """Choose the variant bit-identical to DeepSpeed's op, which is run. Raise `UnknownRoundingError` if none is."""
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
-        """Return the keyword arguments with which this class is constructed to reproduce a given DeepSpeed optimizer.
-
-        They are those settings of the optimizer that are not in its parameter groups, such as ``adamw``, which is True
-        if Adam's weight decay is decoupled. The dict is empty unless a subclass overrides this method.
-        """
+        """Return arguments of this class: settings like ``adamw`` that the optimizer has outside of its groups."""
         del optimizer
         return {}
 
@@ -144,13 +132,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def step(self, group: Group, number: int) -> UpdateStep:
-        """Return the hyperparameters of one subgroup's optimizer step, as its parameter group sets them.
-
-        Call this method in the order of subgroups.
-
-        Args:
-            number: Number of the step, from 1.
-        """
+        """Return the hyperparameters of a subgroup's step ``number``, from 1. Call this in the order of subgroups."""
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the arguments that only this optimizer's DeepSpeed op takes, as two tuples."""
@@ -165,12 +147,7 @@ class UpdateRule(ABC):
         return list({step.variant: step for step in steps}.values())
 
     def tail(self, elements: int, begin: int, end: int) -> int:
-        """Return the number of elements at the end of the range ``begin:end`` that stock DeepSpeed would update in its
-        scalar loop.
-
-        Stock DeepSpeed updates one tensor of ``elements`` elements: most of them in a vector loop, and the last ones in
-        a scalar loop. The two loops round differently.
-        """
+        """Return how many last elements of ``begin:end`` DeepSpeed updates in its scalar loop, with other rounding."""
         return max(0, end - max(begin, self.tail_begin(elements)))
 
     def tail_begin(self, elements: int) -> int:

@@ -42,13 +42,8 @@ def host_plan(
 ) -> Plan:
     """Return a plan that updates every subgroup on the CPU, for the first training steps, which are measured.
 
-    By default a step returns only when its updates have ended. Otherwise the next forward would wait for some of the
-    updates, and its measured time would be too long.
-
-    Args:
-        location: Memory for all parameters: host or device.
-        overlap_forward: True for a plan that stays in use after the measurement. Its updates may overlap with the next
-            forward.
+    Without ``overlap_forward``, no update lengthens the measured time of the next forward. Set it for a plan that stays
+    in use after the measurement.
     """
     return Plan(
         subgroup_size=subgroup_size,

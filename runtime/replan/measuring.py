@@ -111,12 +111,10 @@ DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # limits for measuring a folder with stored s
 def measured_machine(drives: Sequence[str] = ()) -> Machine:
     """Measure how fast this machine copies, computes and updates, or read this from the profiler's cache.
 
-    The first rank of each node does this. The other ranks wait, because concurrent measurements would disturb each
-    other. This is a collective call.
+    This is a collective call. The other ranks of a node wait while its first rank measures, so as not to disturb it.
 
     Args:
-        drives: Folders for optimizer state. Their drives are measured in every call and never read from the cache. All
-            ranks must give the same number of folders.
+        drives: Folders for optimizer state, measured in every call. All ranks must give the same number of folders.
 
     Raises:
         RuntimeError: One rank could not measure. Raised on every rank.

@@ -55,11 +55,9 @@ class Layout:
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:
-        """Return the byte offsets that divide a subgroup's state among the drives.
+        """Return the byte offsets at which each drive's part of a subgroup's state begins, and the length of the state.
 
-        The offsets are those at which each drive's part begins, followed by the length of the state. They count from
-        the start of the subgroup's tensors, which are placed one after the other, each padded to whole sectors
-        (`padded`).
+        They count from the start of the subgroup's tensors, one after the other, each `padded` to whole sectors.
         """
         row = sum(map(padded, self.sizes[subgroup]))
         total = sum(self._weights)

@@ -146,10 +146,9 @@ class ExtentStore:
                 self._versions.grow(more)
 
     def view(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return memory-mapped fp32 tensors that always show a subgroup's latest state on the drives.
+        """Return memory-mapped fp32 tensors, at fixed addresses, that always show a subgroup's latest state on drives.
 
-        Their address does not change. Changes to these tensors do not reach the drives, and are lost at the subgroup's
-        next `write`. To keep the changes, pass the tensors to that call.
+        Changes to them are lost at the subgroup's next `write`, unless they are passed to that call.
         """
         if subgroup not in self._views:
             self._views[subgroup] = View(self._blocks.layout, subgroup)
@@ -196,15 +195,11 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._blocks.layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Verify the optimizer state on the drives after a checkpoint load has restored it: read it, and compare it
-        with its stored hashes.
+        """Compare the optimizer state that a checkpoint load has restored on the drives with its stored hashes.
 
-        A subgroup that `read` has verified since the restore is skipped. Call this method before code uses the
-        memory-mapped tensors of `view`, because that code does not call `read`. If ``verify_reads`` is set, state that
-        was written and not read back yet is verified too. Return when all state is verified.
-
-        Args:
-            subgroups: Subgroups to verify. None verifies all subgroups.
+        Call this before code uses the tensors of `view`, because that code does not call `read`. State that `read` has
+        verified since the restore is skipped. If ``verify_reads`` is set, state that was written and not read back yet
+        is verified too.
 
         Raises:
             StorageError: The state is damaged or cannot be read (see `read`).
@@ -283,21 +278,15 @@ class ExtentStore:
             return self._versions.announce(subgroups)
 
     def abandon(self, version: int) -> None:
-        """Give up the commit of a version of the optimizer state on the drives, so that later updates may
-        overwrite the version. `announce` had protected the version.
-        """
+        """Give up the commit of a version that `announce` has protected, so that later updates may overwrite it."""
         with self._condition:
             self._versions.announced.pop(version, None)
             self._progress.made()
 
     def prepare(self, version: int, step: int, name: str, data: str) -> CommittedStep:
-        """Commit a version of the optimizer state on the drives. Keep all versions that were committed earlier.
+        """Commit a version after its `announce`, under a unique name. Earlier commits are kept.
 
-        Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
-        so call it on a thread that may block.
-
-        Args:
-            name: Unique name under which the version can be restored.
+        This waits for the version's writes and for the previous commit, so call it on a thread that may block.
 
         Raises:
             StorageError: A write or a sync failed. Versions that were committed earlier are intact.
@@ -314,13 +303,9 @@ class ExtentStore:
     def settle(self, name: str, *, committed: bool) -> None:
         """Keep or drop the optimizer state that `prepare` has made durable on the drives for a checkpoint.
 
-        The drives hold the state after several steps. If the new state is kept and the drives then hold the state of
-        more steps than allowed, the state of surplus steps is dropped (`Retention.of` selects the steps to keep). When
-        this method returns, the new list of kept steps is durable, so that dropped state cannot come back after a power
-        loss. Only then may the regions of dropped state be overwritten.
-
-        Args:
-            committed: True to keep the state, because the checkpoint was committed. False to drop it.
+        If it is kept, the state of surplus steps is dropped (see `Retention.of`). When this method returns, the list of
+        kept steps is durable, so that dropped state cannot come back after a power loss. Only then may the regions of
+        dropped state be overwritten.
 
         Raises:
             StorageError: The list of steps could not be written.
@@ -348,7 +333,7 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the steps of the checkpoints that an earlier run left on the drives and this run would overwrite."""
+        """Return the steps of an earlier run's checkpoints on the drives that this run would overwrite."""
         return tuple(self._versions.unclaimed)
 
     @property
@@ -388,7 +373,7 @@ class ExtentStore:
             return found[0]
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups that were restored on the drives since the last call, which need not be written."""
+        """Return subgroups restored on the drives since the last call, which need not be written there again."""
         with self._condition:
             taken, self._versions.adopted = self._versions.adopted, set()
             return taken

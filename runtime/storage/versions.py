@@ -68,9 +68,8 @@ class Retention:
     def of(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
         """Return the committed steps with optimizer state that stays on the drives, newest first.
 
-        At most ``keep`` steps stay, and the newest step always stays. Steps without a checkpoint are dropped first,
-        then unprotected steps, then protected steps. Within each of these groups, the oldest step is dropped first. A
-        step is protected if ``protects`` returns True for it, for example because its checkpoint is the best one.
+        At most ``keep`` steps stay, and the newest always does. Steps without a checkpoint are dropped first, then
+        unprotected steps, then protected steps. Within each of these groups, the oldest step is dropped first.
         """
         kept, excess = list(steps), max(0, len(steps) - self.keep)
         oldest_first = kept[:0:-1]  # the newest step is left out

@@ -89,13 +89,11 @@ class Fetch:
     """The handle of a parameter being copied to the GPU. DeepSpeed waits for the copy when the module begins."""
 
     def __init__(self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device) -> None:
-        """Create the handle of a parameter that is being copied to the GPU."""
         self._param, self._tensor, self._ends = param, tensor, ends
         self._device = device
 
     def wait(self, **_: Any) -> None:
-        """Make the training streams wait until the parameter has been copied to the GPU, and use this GPU copy as the
-        parameter's data.
+        """Make the training streams wait for the copy to the GPU, and use it as the parameter's data.
 
         Raises:
             BackgroundError: An update or a copy has failed.

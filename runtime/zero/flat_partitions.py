@@ -86,7 +86,7 @@ class FlatState:
         return tuple(flat.narrow(0, offset, elements) for flat in self._flats[group])
 
     def moments(self, group: int) -> dict[str, torch.Tensor]:
-        """Return a parameter group's moments in DeepSpeed's flat buffers, by DeepSpeed's names."""
+        """Return a parameter group's moments in DeepSpeed's flat buffers, by DeepSpeed's names of the moments."""
         return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
 
     def adopt(self, state: SubgroupState) -> None:

@@ -48,12 +48,7 @@ class CollectiveGathers:
     """
 
     def __init__(self, partitions: Partitions, small: Iterable[Any], in_flight: MutableMapping[Any, Any]) -> None:
-        """Create the launcher.
-
-        Args:
-            small: The parameters that stay gathered until the end of a step (``optimizer.persistent_parameters``).
-            in_flight: DeepSpeed's handles of parameters that are being gathered (``ds_inflight_param_registry``).
-        """
+        """Create the launcher with DeepSpeed's ``persistent_parameters`` and ``ds_inflight_param_registry``."""
         self._partitions, self._in_flight = partitions, in_flight
         self._small: dict[int | None, list[Any]] = {}  # by subgroup. Parameters that are not trained have None
         for param in small:
@@ -340,12 +335,10 @@ class Gathers:
             self.show_persistent()
 
     def stand_in(self) -> None:
-        """Give NaN tensors of the right shape to the small parameters, which stock DeepSpeed keeps gathered
-        after a step.
+        """Give NaN tensors to the small parameters, which stock DeepSpeed keeps gathered after a step, until a gather.
 
-        The parameters get their values when some code gathers them. A Trainer counts ``p.numel()`` after
-        each step, which needs the shape. Code that reads ``.data`` without a gather must not mistake an old
-        value for a new one, so the values are NaN.
+        A Trainer counts ``p.numel()`` after each step, which needs the shape. Code that reads ``.data`` without a
+        gather must not mistake an old value for a new one.
         """
         self._at_rest = False
         for parameter, stand_in in self._stand_ins:
@@ -368,12 +361,10 @@ class Gathers:
             self.show_at_rest()
 
     def show_at_rest(self) -> None:
-        """Gather the small ZeRO-3 parameters, so that their ``.data`` has the present values.
+        """Gather the small parameters. Before, ``.data`` is NaN after a step, or empty in a checkpoint's save or load.
 
-        Before this call, their ``.data`` has no values: it is NaN after a step, because updates may still be running,
-        and empty while a checkpoint is saved or loaded. All ranks must call this method, at a time when no update runs.
-        DeepSpeed's status of the parameters remains "partitioned", so that DeepSpeed gathers them again in each
-        forward.
+        All ranks must call this method, at a time when no update runs. DeepSpeed's status of the parameters remains
+        "partitioned", so that DeepSpeed gathers them again in each forward.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:
@@ -383,7 +374,7 @@ class Gathers:
         self._at_rest = True
 
     def blank(self) -> None:
-        """Make small ZeRO-3 parameters empty, like all other partitioned ones, as DeepSpeed's checkpoints require."""
+        """Make small ZeRO-3 parameters empty, like other partitioned ones, as DeepSpeed's checkpoints require."""
         for parameter, stand_in in self._stand_ins:
             if private.is_partitioned(parameter):
                 parameter.data = stand_in.new_empty(0)
@@ -440,18 +431,16 @@ def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
 
 
 def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-    """Install two functions that are called before DeepSpeed gathers parameters. Return a function that removes them.
+    """Install functions that are called before DeepSpeed gathers parameters. Return a function that removes them.
 
     All code that reads a partitioned parameter (forward, GatheredParameters, a state_dict) calls ``param.all_gather``
     or ``param.all_gather_coalesced``. Modules call the latter for their own parameters and for those of later modules,
     and wait for the handle that it returns.
 
     Args:
-        gate: Function that is called with the parameters before DeepSpeed gathers them, for example to wait for their
-            updates.
-        fetch: Function that may bring the parameters to the GPU itself. ``all_gather_coalesced`` calls it first, with
-            the parameters and DeepSpeed's own gather. If it returns a handle, DeepSpeed gets this handle, and ``gate``
-            is not called. If it returns None, ``gate`` is called, and then DeepSpeed gathers.
+        gate: Waits, for example, for the updates of the parameters that DeepSpeed gathers next.
+        fetch: Gets the parameters and DeepSpeed's own gather from ``all_gather_coalesced``. It may bring the parameters
+            to the GPU itself and return a handle. If it returns None, ``gate`` is called and DeepSpeed gathers.
     """
     undo: list[tuple[Any, Any, Any]] = []
     for parameter in parameters:

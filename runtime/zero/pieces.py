@@ -7,13 +7,9 @@ from ebbtide.runtime.verify.lines import Piece
 
 
 def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
-    """Wait until all updates have ended. Then yield this rank's parts of the model's parameters, and this rank's parts
-    of the fp32 masters.
+    """Wait for all updates, and yield this rank's parts of the model's parameters and of the fp32 masters.
 
-    Under a plan, all ranks must call this function together.
-
-    Args:
-        frozen: If True, include parts of frozen parameters.
+    Under a plan, all ranks must call this function together. ``frozen`` includes parts of frozen parameters.
     """
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer.wait()  # under ZeRO-3 this also gathers small parameters, which may hold NaN until then

@@ -272,10 +272,9 @@ class PlannedZero:
         return self._ebbtide.timeline()
 
     def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:
-        """Move all optimizer state from GPU memory to host memory, so that GPU memory is free until `reload_states`.
+        """Wait for updates, and move all optimizer state from GPU memory to host memory until `reload_states`.
 
-        With ZeRO-3, parameters move too if ``include`` contains ``lp_params``. This waits for running updates and then
-        switches to a plan that keeps no optimizer state in GPU memory. Training may therefore continue meanwhile, with
+        With ZeRO-3, parameters move too if ``include`` contains ``lp_params``. Training may continue meanwhile, with
         bit-identical results.
 
         Args:

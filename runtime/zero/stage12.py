@@ -68,13 +68,7 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
 
     @torch.no_grad()
     def _take(self, reduced: list[tuple[int, Any, int]]) -> None:
-        """Add gradients to the sums of the step's earlier micro-batches.
-
-        The sums end up in the memory, GPU or host, that the parameters' updates read.
-
-        Args:
-            reduced: Key, parameter and parameter group.
-        """
+        """Add gradients, as rows of key, parameter and group, to the sums in the memory that the updates read."""
         boundary, windows = self.is_gradient_accumulation_boundary(), self._windows
         if boundary:
             self._ebbtide.prefetch()
@@ -100,7 +94,6 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
             windows.before_reuse()
 
     def _take_whole(self, keys: list[int], params: list[Any]) -> None:
-        """Take the gradients of the only micro-batch of a step, on one rank."""
         gradients = [param.grad.view(-1) for param in params]
         together = torch.cat(gradients) if len(gradients) > 1 else gradients[0]
         with self._windows.together():
@@ -124,12 +117,9 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
         return sorted(reduced, key=lambda row: (layers[places[row[0]][0]], *places[row[0]][1:]))
 
     def _arrived(self, key: int, param: Any, group: int, boundary: bool) -> tuple[torch.Tensor | None, bool, bool]:
-        """Return this rank's part of a reduced gradient, whether it starts a new sum, and whether it is the only one of
-        the step. The part is None if it is not to be sent yet.
+        """Return this rank's part (None: not to be sent yet), whether it starts a sum, and whether it is the only one.
 
-        The cases are those of stock DeepSpeed's ``copy_grads_in_partition``. They depend on three facts: whether the
-        parameter group has a compact gradient buffer, whether the micro-batch is the first, a later or the last one of
-        the step, and whether other ranks own a part of the parameter.
+        The cases are those of stock DeepSpeed's ``copy_grads_in_partition``.
         """
         _, start, _, elements = self.grad_position[key]
         if self._use_compact_grad_partition_buffer(group):
@@ -212,7 +202,7 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
     # -- step --------------------------------------------------------------------------------
 
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
-        """Check all elements of a gradient, as stock DeepSpeed does, also those that other ranks own."""
+        """Check a gradient, also what other ranks own of it, for infinity and NaN, as stock DeepSpeed does."""
         # Stock DeepSpeed copies the result of each check to the host immediately.
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))
@@ -478,11 +468,7 @@ class EbbtideStage2(PlannedZero, UnreducedFlat):
         return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))
 
     def prepare(self, device: Device) -> None:
-        """Do nothing, because `FlatPartitions` has already divided DeepSpeed's flat buffers among the subgroups of the
-        first plan.
-
-        This optimizer is for ZeRO-1 and 2. The method of the same name in the ZeRO-3 optimizer divides buffers.
-        """
+        """Do nothing, because `FlatPartitions` has already divided DeepSpeed's flat buffers among the subgroups."""
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         return self._flat.buffers(subgroup, None if now is None else now.gradient)

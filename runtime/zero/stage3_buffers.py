@@ -79,7 +79,7 @@ class Pieces:
             param.ds_tensor.data = wire.narrow(0, offset, elements)
 
     def part(self) -> None:
-        """Release DeepSpeed's flat parameter tensors, if the plan's subgroups have separate ones."""
+        """Release DeepSpeed's flat parameter tensors, if the plan's subgroups have theirs in separate tensors."""
         if self.apart:
             self._flat()[:] = [wire.new_empty(0) for wire in self._flat()]
 

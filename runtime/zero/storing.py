@@ -53,11 +53,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """Return the subgroups that have optimizer state in a given folder on a drive, according to the newest commit in
-    this folder.
-
-    Only state of this rank counts.
-    """
+    """Return this rank's subgroups with optimizer state in a folder on a drive, as its newest commit says."""
     steps = read_page(file_of(folder, rank(), STEPS), StepsPage, Files())
     if steps is None or not steps.steps:
         return frozenset()

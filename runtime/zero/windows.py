@@ -203,11 +203,7 @@ class Windows(GradientBuffers[ZeroSlice]):
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
         """Return a copy of this object that uses a new plan's tensors and operations.
 
-        The caller has already moved the gradient buffers' content to the new plan's tensors. This method moves the
-        gradients that are outside of the gradient buffers, such as those of earlier steps (see `ZeroSlice`).
-
-        Args:
-            ops: Operations that copy gradients under the new plan.
+        The caller has moved the gradient buffers' content. This moves gradients that are elsewhere (see `ZeroSlice`).
         """
         for piece in self.slices.values():
             device = states[piece.subgroup].gradient.device
@@ -326,16 +322,11 @@ class Windows(GradientBuffers[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor by which a step unscales and clips its gradients, and multiply the kept gradients by the
-        factor, as DeepSpeed does.
+        """Record the factor that unscales and clips gradients, and multiply the kept ones by it, as DeepSpeed does.
 
-        Two kinds of gradients are kept: those of parameters that the step's micro-batches did not use, because
-        DeepSpeed applies the old gradient again, and those that other code has accessed. Each kept gradient is replaced
-        by a scaled copy, because an update in the background may still read the old tensor. If other code first
-        accesses a gradient after this call, that gradient is multiplied by the recorded factor then.
-
-        Args:
-            scale: The factor. None if the step was skipped.
+        Kept are gradients of parameters that the step did not use, because DeepSpeed applies them again, and gradients
+        that other code has accessed. Each is replaced by a scaled copy, because an update in the background may still
+        read the old tensor. A gradient that is first accessed later is multiplied by the recorded factor then.
         """
         self.last_scale = scale
         if scale is None:
@@ -395,14 +386,10 @@ class OneBuffer(Windows):
         super().accept_adjacent(pieces, gradients)
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """Do nothing, because this class need not save the previous step's gradient before new gradients overwrite it.
-
-        The base class saves it here, for the case that it is applied again. Stock DeepSpeed's optimizer with 16-bit
-        masters, which this class reproduces, overwrites this gradient too.
-        """
+        """Do nothing: new gradients overwrite the previous ones, as in DeepSpeed's optimizer with 16-bit masters."""
 
     def make_spares(self) -> None:
-        """Allocate no spare buffers, because new gradients overwrite those of the previous step."""
+        """Allocate no spare gradient buffers, because new gradients overwrite those of the previous step."""
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
         kept = self._widen(piece)

@@ -87,11 +87,7 @@ class Save:
     """A collection of the files that DeepSpeed saves in one checkpoint. Only the training thread uses it."""
 
     def __init__(self, attempt: Attempt, means: Means, *, in_place: bool) -> None:
-        """Begin a checkpoint that has no files yet. `add` adds the files that DeepSpeed saves.
-
-        Args:
-            in_place: If True, files get their final names before they are durable on disk.
-        """
+        """Begin a checkpoint without files. With ``in_place``, files get their final names before they are durable."""
         self.attempt = attempt
         self._means = means
         self._in_place = in_place
@@ -278,9 +274,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
 
     def wait(self) -> SaveReport | None:
-        """Wait until the checkpoint in progress is committed.
-
-        Return a report of the last committed checkpoint with its bytes and wait times, or None if there is none.
+        """Wait until the checkpoint in progress is committed. Return the report of the last committed one, or None.
 
         Raises:
             CheckpointError: The checkpoint failed. The cause is chained.
@@ -534,16 +528,13 @@ class LazyCheckpointEngine(CheckpointEngine):
         return True
 
     def get_commit_info(self) -> None:
-        """Return None, so that DeepSpeed commits no checkpoint at the next training step.
-
-        DeepSpeed calls this method before such a commit. This engine commits its checkpoints itself, in the background.
-        """
+        """Return None, so that DeepSpeed commits no checkpoint at the next training step. ebbtide commits it itself."""
 
     def cleanup(self) -> None:
         self.close()
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False while ebbtide saves a checkpoint, so that DeepSpeed clones no tensors for `save`."""
+        """Return whether DeepSpeed must clone tensors before `save`: False while ebbtide saves a checkpoint."""
         return self._save is None
 
     # -- loading: around engine.load_checkpoint

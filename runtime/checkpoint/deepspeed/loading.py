@@ -80,13 +80,7 @@ def newest_whole(
     check: Callable[[Path, str], list[FileProblem]] = verify,
     when: Callable[[Committed], float] = lambda candidate: candidate.manifest.sequence,
 ) -> Committed | None:
-    """Return the newest checkpoint that passes verification, among the checkpoints of several folders.
-
-    Args:
-        check: Function that returns the problems of the checkpoint with a given folder and tag.
-        when: Function that returns the number or time by which checkpoints are ordered. The default is the
-            checkpoint's number in its folder.
-    """
+    """Return the newest of several folders' checkpoints that passes verification. ``when`` gives their order."""
     for directory in directories:
         recover_replaced(directory, Files())
     candidates = [found for directory in directories for found in committed(directory)]
@@ -103,7 +97,6 @@ class Resumption:
     """
 
     def __init__(self, peers: Peers, stored_problem: Callable[[Path], str] = lambda _: "") -> None:
-        """Create the object. Nothing is read yet."""
         self._peers, self._stored_problem = peers, stored_problem
         self._needed: Callable[[str], bool] = lambda _: True
 

@@ -35,11 +35,7 @@ class Source(Protocol):
     def subgroup(self) -> int | None: ...
 
     def address(self, offset: int) -> int | None:
-        """Return the host address of this source's byte number ``offset``, so that a checkpoint can write the bytes
-        from there without a copy.
-
-        Return None if the source's bytes must first be copied to a host buffer.
-        """
+        """Return the host address of byte ``offset``, or None if the bytes must first be copied to a host buffer."""
         ...
 
     def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:

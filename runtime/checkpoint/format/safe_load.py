@@ -86,7 +86,7 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
 
 
 def refused_names(path: str | Path | io.BytesIO) -> str:
-    """Return the names of classes and functions in a file that loading would refuse. Empty if there are none."""
+    """Return the names, in one string, of what loading would refuse in a checkpoint's file. Empty if nothing."""
     with contextlib.suppress(Exception), only_weights():  # a damaged file has no names
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(_from_the_start(path))))
     return ""

@@ -170,9 +170,7 @@ class Commit:
         self._files.point("voted")
 
     def conclude(self) -> None:
-        """Commit the checkpoint on rank 0. On other ranks, wait until rank 0 has committed it.
-
-        This is phase two of the two-phase commit.
+        """Commit the checkpoint on rank 0, and wait for it on other ranks: phase two of the two-phase commit.
 
         Raises:
             CheckpointError: Another rank failed, or did not vote in time. The checkpoint did not become visible.
@@ -393,13 +391,10 @@ def synced_name(rank: int) -> str:
 
 
 def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:
-    """Remove the hidden folders of earlier saves that did not end, for example because the process crashed.
+    """Remove the hidden folders of earlier saves, except those of processes that still run.
 
-    A folder stays if it was made by another process that still runs. A process on another host counts as ended 24 hours
-    after the folder's last change.
-
-    Args:
-        keep: The hidden folder of the save that begins now, which is not removed. Other ranks may already write to it.
+    A process on another host counts as ended 24 hours after the folder's last change. Other ranks may already write to
+    ``keep``, the folder of the save that begins now.
     """
     recover_replaced(save_dir, files)
     for pattern in (f".*{PARTIAL}", f".*{REPLACED}", ".*.trash"):

@@ -127,11 +127,7 @@ def committed(save_dir: Path) -> list[Committed]:
 
 
 def renamed(save_dir: Path) -> list[Committed]:
-    """Return the checkpoints in ``save_dir`` that were renamed after their commit: the folder's name is no longer the
-    tag.
-
-    Such a checkpoint can be loaded by its new name. It is never deleted as an old checkpoint.
-    """
+    """Return checkpoints renamed after their commit. They load by the new name, and are never deleted as old ones."""
     return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
 
 
@@ -174,8 +170,7 @@ def being_read(folder: Path) -> Iterator[None]:
 def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[str]:
     """Delete all but the ``keep`` newest committed checkpoints of a folder. Return the deleted tags.
 
-    The newest checkpoint, the checkpoint that ``latest`` names, and checkpoints that are being read are never deleted.
-    Each folder is renamed before its files are deleted, so that a checkpoint is either complete or gone.
+    The one that ``latest`` names and those that are being read stay too. A checkpoint is always complete or gone.
 
     Raises:
         CheckpointError: ``keep`` is below 1.
@@ -221,8 +216,7 @@ def newest_beside(directory: Path) -> Path | None:
 def siblings(directory: Path) -> list[Path]:
     """Return the folders next to ``directory`` with names that differ from its name only in numbers.
 
-    If a trainer makes a folder for each checkpoint (``checkpoint-500``), these are the other
-    checkpoints of the same run.
+    These are the other checkpoints of a run, if its trainer makes a folder for each (``checkpoint-500``).
     """
     directory = directory.absolute()
     kind = re.sub(r"\d+", "#", directory.name)

@@ -70,7 +70,7 @@ class Peers:
         return [item for held in self._gather(items) for item in held]
 
     def close(self) -> None:
-        """Destroy the process group for checkpoints, which must not outlive the job's other process groups."""
+        """Destroy the process group for checkpoints, which must not outlive the training job's other groups."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

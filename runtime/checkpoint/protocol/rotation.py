@@ -65,14 +65,10 @@ class Note:
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
 
     def make_folder(self) -> bool:
-        """Make the folder for a checkpoint, with a file (the note) that marks the save as being in progress.
+        """Make the folder for a checkpoint together with its note. Return whether this call made it.
 
-        Folder and note appear in one step. If a run were killed between the two, it would leave a folder that no later
-        run can explain. If another rank makes the folder at the same time, that rank's folder is kept, since the other
-        rank may already use it.
-
-        Returns:
-            True if the folder was missing, and this call made it.
+        Both appear in one step, because a kill between the two would leave a folder that no later run can explain. A
+        folder that another rank makes at the same time is kept, since that rank may already use it.
         """
         if self._save_dir.exists():
             return False
@@ -185,7 +181,7 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """Return whether this note must stay on disk after its save."""
+        """Return whether the note, which marks a save as being in progress, must stay on disk after the save."""
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))
 
@@ -234,7 +230,7 @@ def _origin(save_dir: Path, place: Path) -> Path:
 
 
 def settle(save_dir: Path) -> None:
-    """Clean up a folder of checkpoints after a crash: restore those deleted for a save that was never committed."""
+    """Restore after a crash the checkpoints that were deleted during a save which was never committed."""
     with _alone(save_dir / NOTES) as notes:
         if notes is not None:
             _settle(save_dir, notes)

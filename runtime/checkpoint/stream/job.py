@@ -74,11 +74,7 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False)
 
     def start(self) -> None:
-        """Start to write the checkpoint in the background.
-
-        From now on, updates must leave optimizer state unchanged until it is on disk or copied (see
-        `LiveState.before_update`).
-        """
+        """Start to write in the background. From now on, updates must first call `LiveState.before_update`."""
         self._live.attach(self._writer.release)
         self._writer.start()
         self._thread.start()

@@ -156,16 +156,9 @@ class BlockWriter:
         turns: Sequence[int] = (),
         direct: bool = True,
     ) -> None:
-        """Prepare the threads that write a checkpoint.
+        """Prepare threads for ``writers`` concurrent writes and, beyond these, for `READY_BLOCKS` filled buffers.
 
-        Args:
-            bounce: Host buffers. Each thread fills one of them and then writes it to the disk. There are ``writers``
-                plus `READY_BLOCKS` threads, so that more buffers are filled while ``writers`` buffers are being
-                written.
-            writers: Number of concurrent writes to the disk.
-            turns: Subgroups in the order of their next updates. Their state is written first and in this order, because
-                an update must not overwrite state that is not written or copied yet. Other subgroups follow in
-                ascending order.
+        The subgroups of ``turns`` are written first, in the order of their next updates, which would overwrite them.
         """
         self._planned = planned
         self._files = files
@@ -204,7 +197,7 @@ class BlockWriter:
 
     @property
     def progress_s(self) -> float:
-        """Return the monotonic time, in seconds, from which the deadline for writing the next block is counted."""
+        """Return when the deadline for the next block's write began, in seconds of the monotonic clock."""
         # Two events start the deadline again: a block was written, or an update began to wait for a block.
         return self._progress_s
 

@@ -103,13 +103,9 @@ def watch() -> None:
 
 
 def wait_for_jobs(folder: Path | None = None) -> None:
-    """Wait until no engine of this process is writing a checkpoint.
+    """Wait until no engine of this process is writing a checkpoint, in ``folder`` if it is given.
 
-    Other code waits automatically: when it opens a checkpoint's files, Python calls ebbtide's audit hook, which waits.
-    The hook skips ebbtide's own code (see `ours`), which therefore calls this function.
-
-    Args:
-        folder: If given, wait only for checkpoints in this folder.
+    Only ebbtide's own code needs this call (see `ours`). Other code waits in an audit hook when it opens a file.
     """
     with _lock:
         jobs = list(_jobs)

@@ -49,11 +49,8 @@ def keep(path: Path) -> None:
 def settle(*, committed: bool) -> None:
     """Remove or restore the checkpoints that a trainer deleted before it saved a new one.
 
-    Until this call, hard links keep the files of these checkpoints (see `keep`). If the new checkpoint was committed,
-    the links are removed. Otherwise the deleted checkpoints are restored from the links.
-
-    Args:
-        committed: True if the new checkpoint was committed.
+    Hard links keep their files until this call (see `keep`). If the new checkpoint was committed, the links are
+    removed. Otherwise the deleted checkpoints are restored from the links.
     """
     with _lock:
         while _notes:

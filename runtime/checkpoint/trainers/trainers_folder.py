@@ -52,15 +52,12 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Remove ebbtide's note "this folder is incomplete" from those checkpoint folders of a transformers Trainer that
-    have become complete.
+    """Remove the note "this folder is incomplete" from a transformers Trainer's folders that have become complete.
 
-    ebbtide wrote the note when the Trainer made the folder (`being_made`). A folder is complete if it contains the last
-    file that the Trainer writes.
+    `being_made` wrote the note. A folder is complete if it contains the last file that the Trainer writes.
 
     Args:
-        path: Folder of a save that has just begun. The save has written another note to the folder. The note from
-            `being_made` is therefore removed, even if the folder is incomplete.
+        path: Folder of a save that has just begun and has a note of its own. The older note is removed in any case.
         over: True at the end of training. The note is then removed from every folder, complete or not.
     """
     if not _notes:

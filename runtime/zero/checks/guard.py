@@ -81,9 +81,7 @@ def stored_at(config: Mapping[str, Any]) -> Path | None:
 
 
 def leave_to_stock(config: Mapping[str, Any]) -> bool:
-    """Return whether an engine with this DeepSpeed config cannot have a plan and must be left to DeepSpeed.
-
-    The reason is logged as a warning.
+    """Return whether an engine cannot have a plan and must be left to DeepSpeed, and log the reason as a warning.
 
     Raises:
         ConfigError: A section of the config is not a JSON object.
@@ -114,7 +112,7 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(model: Any, config: Mapping[str, Any]) -> None:
-    """Check that a model is supported before DeepSpeed builds an engine, which takes minutes for a large one."""
+    """Check that a model is supported before DeepSpeed builds an engine, which takes minutes for a large model."""
     stage = at(as_deepspeed_reads(config), f"{ZERO}.stage") or 0
     if stage < 3 and hasattr(model, "modules") and private.has_experts(model):
         raise ConfigError(_EXPERTS)

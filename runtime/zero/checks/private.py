@@ -117,11 +117,7 @@ def training_device() -> torch.device:
 
 
 def largest_of_ranks(values: Sequence[int], group: Any = None) -> torch.Tensor:
-    """Return for each value the largest one of all ranks, on DeepSpeed's device. This is a collective call.
-
-    Args:
-        group: Process group of the ranks. None means all ranks.
-    """
+    """Return for each value the largest of ``group`` or of all ranks, on DeepSpeed's device. All must call this."""
     import deepspeed.comm as dist
 
     largest = torch.tensor(values, dtype=torch.int64, device=training_device())
@@ -538,12 +534,9 @@ def gather_rules(optimizer: Any) -> GatherRules:
 
 
 def gathers(optimizer: Any, modules: list[Any] | None = None) -> Gathered | None:
-    """Return the parameter gathers of one forward and backward, as DeepSpeed has recorded them.
+    """Return the parameter gathers of one forward and backward, or None if DeepSpeed has not recorded them yet.
 
-    None if DeepSpeed has not recorded the gathers yet.
-
-    Args:
-        modules: The modules of forward and backward, in order, if they ran without DeepSpeed's hooks.
+    ``modules`` are those of forward and backward, in order, if they ran without DeepSpeed's hooks.
     """
     trace = module_trace(optimizer, modules)
     if trace is None:

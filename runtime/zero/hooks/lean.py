@@ -28,7 +28,6 @@ class LeanHooks:
     def __init__(
         self, optimizer: Any, before: Callable[[list[Any]], None] | None, after: Callable[[], None] | None
     ) -> None:
-        """Create the hooks. `begin` puts them into their places."""
         self._optimizer, self._before, self._after = optimizer, before, after
         self._hooks: ModuleHooks | None = None  # DeepSpeed's, while these are in their places
 

@@ -214,9 +214,8 @@ def _noticed(parameter: Any, notice: Callable[[], None]) -> Callable[[], None]:
 
 
 def _hooks(views: Views, root: torch.nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the hooks before and after the forward of each module.
+    """Return hooks that are no methods, because a copy of the model would otherwise include a copy of the optimizer.
 
-    They are functions and no methods, because a copy of the model would otherwise include a copy of the optimizer.
     torch.compile breaks its graphs at them as it does at DeepSpeed's, so that it fuses the same kernels.
     """
     stack, left = module_stack(), applied(_left(views))
