@@ -166,6 +166,7 @@ def _answered(
     full: bool,
 ) -> Estimate:
     from ebbtide.simulator.analysis.best_setting import simulated
+    from ebbtide.simulator.estimates.offloading import plan_refusal
     from ebbtide.tuner.answer.rows import alternatives, compare
     from ebbtide.tuner.answer.verdict import about, role_of, verdict
     from ebbtide.tuner.placements.planning import quick_or_roomiest
@@ -177,6 +178,9 @@ def _answered(
         others = plan.alternatives
     own = [] if plan is None or plan.prediction is None else [("plan", plan.prediction)]
     rows: list[Any] = [*own, *((role_of(row.strategy), row) for row in others)]
+    stock = next((row for role, row in rows if role == "stock"), None)
+    if plan is None and stock is not None and not stock.fits and plan_refusal(work.job.config, work.job.offload):
+        problem = f"stock DeepSpeed {stock.note}. {problem}"
     decided = verdict(rows, problem)
     known = {"ebbtide": plan and plan.prediction}
     if strategy is None:

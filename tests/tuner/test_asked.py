@@ -117,6 +117,18 @@ def test_one_question_has_one_answer_at_every_door(model, machine, sequence, tmp
 KEY = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 
 
+@pytest.mark.parametrize(
+    ("host_gib", "says"), [(121, "Nothing fits: stock DeepSpeed needs "), (400, "DeepSpeed alone ")]
+)
+def test_a_job_that_can_have_no_plan_is_told_apart_from_one_that_does_not_fit(host_gib, says):
+    config = {**KEY, "activation_checkpointing": {"cpu_checkpointing": True}}
+    asked = {"batch": 1, "sequence": 1024, "gpu": "rtx4090", "host_memory_bytes": host_gib * 2**30}
+    told = ebbtide.estimate("Llama 3 8B", ds_config=config, **asked)
+    assert told.sentence.startswith(says)
+    assert told.fits is says.startswith("DeepSpeed alone")
+    assert "activation_checkpointing.cpu_checkpointing (true) must be absent to plan" in told.sentence
+
+
 def test_the_ways_out_have_the_numbers_of_the_estimate_with_the_key():
     alone = ebbtide.estimate("Llama 3 8B", batch=1, sequence=1024, ds_config=KEY)
     planned = ebbtide.estimate("Llama 3 8B", batch=1, sequence=1024, ds_config={**KEY, "ebbtide": {"plan": "auto"}})

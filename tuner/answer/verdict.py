@@ -89,7 +89,7 @@ class Verdict:
     """The advice on whether to offload optimizer state.
 
     Attributes:
-        choice: ``offload``, ``no offload``, or ``impossible`` if neither fits into memory.
+        choice: ``offload``, ``no offload``, or ``impossible`` if no plan and no training without offload fits.
     """
 
     choice: Literal["offload", "no offload", "impossible"]
@@ -104,7 +104,7 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
 
     Args:
         predicted: Pairs of kind and prediction. The plan's prediction has an interval and a lower bound.
-        problem: Reason that no plan fits into memory, if so.
+        problem: Reason that no plan fits into memory, or that none can be made, if so.
     """
     rows = list(predicted)
     by_role = dict(reversed(rows))  # of several rows with the same role, the first one is taken
@@ -114,6 +114,8 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     if plan is None or not plan.fits:
         if plain is None or not plain.fits:
             short = f"Nothing fits: {problem}"
+            if runs:
+                short = f"DeepSpeed alone fits ({seconds_text(runs.iteration_s)} per step), without a plan: {problem}"
             if plan is not None:
                 short = f"This plan does not fit: it {plan.note or lacks(plan.missing)}"
             return Verdict("impossible", f"{short}.")
