@@ -171,7 +171,8 @@ def _answered(
     from ebbtide.tuner.answer.verdict import about, role_of, verdict
     from ebbtide.tuner.placements.planning import quick_or_roomiest
 
-    plan, problem = _planned(work, machine, limits, memory, full=full)
+    refusal = plan_refusal(work.job.config, work.job.offload)
+    plan, problem = (None, refusal) if refusal else _planned(work, machine, limits, memory, full=full)
     if plan is None or not plan.alternatives:
         others = alternatives(compare(work, machine, limits, plan))
     else:
@@ -179,8 +180,8 @@ def _answered(
     own = [] if plan is None or plan.prediction is None else [("plan", plan.prediction)]
     rows: list[Any] = [*own, *((role_of(row.strategy), row) for row in others)]
     stock = next((row for role, row in rows if role == "stock"), None)
-    if plan is None and stock is not None and not stock.fits and plan_refusal(work.job.config, work.job.offload):
-        problem = f"stock DeepSpeed {stock.note}. {problem}"
+    if refusal and stock is not None and not stock.fits:
+        problem = f"stock DeepSpeed {stock.note}. {refusal}"
     decided = verdict(rows, problem)
     known = {"ebbtide": plan and plan.prediction}
     if strategy is None:
@@ -221,12 +222,9 @@ def _answered(
 def _planned(
     work: "Workload", machine: "Machine", limits: "Limits", memory: Mapping[str, Any], *, full: bool
 ) -> "tuple[Plan | None, str]":
-    from ebbtide.simulator.estimates.offloading import plan_refusal
     from ebbtide.tuner.placements.division import ImpossibleError
     from ebbtide.tuner.placements.planning import plan, quick_plan
 
-    if refusal := plan_refusal(work.job.config, work.job.offload):
-        return None, refusal
     away = not work.job.offload.keeps_parameters
     try:
         if full:

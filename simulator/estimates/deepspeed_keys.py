@@ -385,12 +385,6 @@ def check_removed(config: Mapping[str, Any]) -> None:
     Raises:
         ModelError: There is such a key, or Apex's mixed precision, which no DeepSpeed has with ZeRO.
     """
-    if at(config, "amp.enabled") is True and at(config, f"{ZERO}.stage"):
-        raise ModelError(
-            "amp.enabled must be absent or false with ZeRO, because DeepSpeed refuses Apex's mixed precision with "
-            "ZeRO: enable bf16 or fp16 instead",
-            key="ds_config.amp.enabled",
-        )
     for version, removed in REMOVED.items():
         for key in sorted(removed) if at_least(version) else ():
             where, _, name = key.rpartition(".")
@@ -400,6 +394,12 @@ def check_removed(config: Mapping[str, Any]) -> None:
                     "remove the key",
                     key=f"ds_config.{key}",
                 )
+    if at(config, "amp.enabled") is True and at(config, f"{ZERO}.stage"):
+        raise ModelError(
+            "amp.enabled must be absent or false with ZeRO, because DeepSpeed refuses Apex's mixed precision with "
+            "ZeRO: enable bf16 or fp16 instead",
+            key="ds_config.amp.enabled",
+        )
 
 
 def check_counted(config: Mapping[str, Any], ranks: int = 1, tensor_parallel: int = 1) -> None:
